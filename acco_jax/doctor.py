@@ -17,6 +17,7 @@ import jax
 from absl import app, flags
 
 from acco_jax.command import devices, exits
+from acco_jax.command.files import is_remote
 from acco_jax.command.paths import expanded
 from acco_jax.run.config import parsing
 
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> None:
     # slow, and only now may anything touch devices
     from acco_jax.run.observe import diagnosis
 
-    workdir = expanded(_WORKDIR.value).absolute()
+    workdir = expanded(_WORKDIR.value)
+    if not is_remote(workdir):
+        workdir = workdir.absolute()
     problems = 0
     for finding in diagnosis.examined(workdir):
         problems += bool(finding.remedy)

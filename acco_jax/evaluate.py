@@ -58,7 +58,7 @@ _WINDOW = flags.DEFINE_integer(
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 
 
-@exits.lines("give --file a smaller --window, or use a device with more memory.")
+@exits.lines("use a device with more memory, or give a --file a smaller --window.")
 def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)

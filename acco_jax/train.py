@@ -223,6 +223,10 @@ def _train(claim: contextlib.ExitStack) -> None:
         experiment = preparation.build(
             config, workdir, began=began, extend=_EXTEND.value, replay=repeated,
             again=_ORDERS is not None and _ORDERS.attempt > 1,
+            flags={
+                "--stop_after": _STOP_AFTER.value, "--replay": bool(repeated),
+                "--time_gradients": _TIME_GRADIENTS.value,
+            },
         )  # fmt: skip
         # only now do all processes know that they have one config
         for folder in workdirs.own(workdir, checkpoint_folder)[1:]:

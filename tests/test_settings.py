@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import acco_jax
+from acco_jax.methods import origins
 from tests.methods.test_contract import (
     LOCAL,
     batch_for,
@@ -90,6 +91,35 @@ def test_strict_promotion(variant):
             set_to("jax_numpy_rank_promotion", "raise"),
         ):
             assert program(tx, dtype, **drop) == expected
+
+
+@pytest.mark.parametrize("name", ["acco", "streaming_diloco"])
+def test_strict_promotion_with_64_bits(name):
+    """A mean's weight is then float64, and its loss float32."""
+    theta = {"w": jnp.ones(3, jnp.float32)}
+    with set_to("jax_enable_x64", True), set_to("jax_numpy_dtype_promotion", "strict"):
+        tx = method(name, optax.sgd(0.01))
+        step = step_of(
+            tx,
+            lambda params, batch, rng: jnp.sum(params["w"] * batch),
+            microbatches=2,
+            drop_nonfinite=True,
+        )
+        args = acco_jax.abstract_start(tx, theta)
+        batch, counts = batch_for(tx, microbatches=2), np.array([1, 2])
+        step.lower(*args, batch.astype(np.float32), counts)
+
+
+@pytest.mark.parametrize("name", ["acco", "diloco"])
+def test_ranks_are_not_promoted_where_parameters_are_compared(name):
+    """They are at the first call of a state that was restored, or of edited ones."""
+    tx = method(name, optax.sgd(0.01))
+    params, state = acco_jax.start(tx, theta())
+    with set_to("jax_numpy_rank_promotion", "raise"):
+        origins.check(params, state)
+        others = jax.tree.map(lambda x: x + 1, params)
+        with pytest.raises(ValueError, match="has other values than those"):
+            origins.check(others, state)
 
 
 def test_strict_promotion_of_a_plain_update():

@@ -8,11 +8,13 @@ as jax.devices() gives them, and returns a jitted step and the tuple of its abst
 arguments, on a mesh of these devices.
 """
 
+import contextlib
 import gzip
 import importlib.util
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +101,11 @@ def main(argv: list[str]) -> None:
         if written[1]:
             _check_picture(written[1])
         program = _read(Path(files[0])) if factory is None else _make(factory, topology)
-        result = auditing.audit(
-            *program, topology=topology, mesh=mesh, trip_counts=_TRIPS.value,
-            figures=changes,
-        )  # fmt: skip
+        with _naming(factory):
+            result = auditing.audit(
+                *program, topology=topology, mesh=mesh, trip_counts=_TRIPS.value,
+                figures=changes,
+            )  # fmt: skip
         verdict = result.verdict(_AXIS.value)
     except (ValueError, RuntimeError, OSError) as error:
         exits.end(exits.REFUSED, error)
@@ -176,6 +179,23 @@ def _make(name: str, topology: Topology) -> tuple[Any, ...]:
             f"--factory={name} raised {type(error).__name__}: {error}. It is "
             "called with a list of devices, and returns a jitted step and a tuple of "
             "its arguments."
+        ) from error
+
+
+@contextlib.contextmanager
+def _naming(factory: str | None) -> Iterator[None]:
+    """Turn what a factory's step raises while it is traced into one line."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError):
+        raise
+    except Exception as error:
+        if factory is None:
+            raise
+        first = str(error).strip().splitlines() or [""]
+        raise ValueError(
+            f"the step of --factory={factory} cannot be traced: "
+            f"{type(error).__name__}: {first[0]}"
         ) from error
 
 

@@ -93,7 +93,7 @@ def audit(
         machine,
         prediction,
         sizes,
-        _axes(schedule, prediction, machine, sizes),
+        _axes(schedule, placed, prediction, machine, sizes),
     )
 
 
@@ -187,16 +187,18 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
 
 def _axes(
     schedule: schedules.Schedule,
+    placed: schedules.Schedule,
     prediction: costs.Prediction,
     machine: Machine,
     sizes: Mapping[str, int],
 ) -> dict[str, Verdict]:
+    """Return the verdict of each axis; `placed` has the devices where they are."""
     chosen: dict[str, list[int]] = {}
     for i, c in enumerate(schedule.collectives):
         name = axes.label(c.groups, sizes, schedule.devices)
         chosen.setdefault(name, []).append(i)
     judged = {
-        name: verdict.judge(schedule, prediction, machine, own)
+        name: verdict.judge(placed, prediction, machine, own)
         for name, own in chosen.items()
     }
     return dict(sorted(judged.items(), key=lambda item: -item[1].bytes))

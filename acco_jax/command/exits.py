@@ -38,7 +38,10 @@ Exit codes:
 # connections and of time have classes
 PASSING = (errno.EIO, errno.ESTALE, errno.ENETDOWN, errno.ENETUNREACH,
            errno.EHOSTDOWN, errno.EHOSTUNREACH)  # fmt: skip
-MEMORY = "lower microbatch_size, or use more devices."
+MEMORY = (
+    "halve microbatch_size and double microbatches_per_step in a new workdir, or use "
+    "more devices."
+)
 _PACKAGE = Path(__file__).parent.parent
 
 

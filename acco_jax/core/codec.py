@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from acco_jax.core.buffers import Arrays, Outgoing, Reduced, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, wide
-from acco_jax.core.microbatches import Count
+from acco_jax.core.microbatches import Count, whole_number
 from acco_jax.core.quantize import BITS, dequantize, dequantized_sum, quantize
 from acco_jax.core.select import masked
 
@@ -312,11 +312,8 @@ def codecs(
         raise ValueError(f"gather_bits is {gather_bits!r}: choose None, 8 or 4.")
     if reduce_bits is not None and (type(reduce_bits) is not int or reduce_bits != 8):
         raise ValueError(f"reduce_bits is {reduce_bits!r}: choose None or 8.")
-    if not isinstance(resync_every, int) or resync_every < 0:
-        raise ValueError(
-            f"resync_every is {resync_every!r}: give a number of half-rounds, 0 for "
-            "never."
-        )
+    remedy = "give a number of half-rounds, 0 for never."
+    resync_every = whole_number("resync_every", resync_every, 0, remedy)
     if resync_every and bits == (None,) * len(bits):
         raise ValueError(
             f"resync_every is {resync_every}, but without gather_bits every gather "

@@ -370,7 +370,8 @@ class Accumulator:
         """
         if not self.drop_nonfinite:
             return sums
-        me = jnp.arange(self.workers) == lax.axis_index(self.axis)
+        places = jnp.arange(self.workers, dtype=jnp.int32)
+        me = places == lax.axis_index(self.axis)
         return finite(sums, grads, me, before)
 
     def last(

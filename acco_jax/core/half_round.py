@@ -212,8 +212,10 @@ def metrics(
     """Return means over the call's microbatches; see `acco_jax.make_train_step`."""
     loss, weight, dropped = _totals(sums)
     valid = weight != 0
+    dtype = promoted(loss.dtype, weight.dtype)
+    divisor = jnp.where(valid, weight, 1).astype(dtype)
     means = {
-        "loss": jnp.where(valid, loss / jnp.where(valid, weight, 1), jnp.nan),
+        "loss": jnp.where(valid, loss.astype(dtype) / divisor, jnp.nan),
         "weight": weight,
         "grad_norm": norm,
         "step": steps,

@@ -35,6 +35,18 @@ def whole_numbers(given: Any) -> Any:
     return given
 
 
+def whole_number(name: str, given: object, least: int, remedy: str) -> int:
+    """Return an integer, of NumPy or not.
+
+    Raises:
+      ValueError: it is none, or less than `least`.
+    """
+    value = whole_numbers(given)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {given!r}: {remedy}")
+    return value
+
+
 def place_counts(
     counts: Counts, workers: int, most: int, sharding: NamedSharding
 ) -> jax.Array | None:

@@ -385,6 +385,8 @@ class SentencePieceTokenizer(Tokenizer):
         said = beside.read(folder / beside.CONFIG) | beside.as_it_is(
             max_length, "LlamaTokenizer"
         )
+        # transformers puts one before each text where nothing is said
+        said |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
         return beside.written(folder, said, special, self)
 
     def token_to_id(self, token: str) -> int | None:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from acco_jax.core.buffers import InFlight, Totals
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.microbatches import whole_number
 from acco_jax.core.select import choose
 from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
@@ -159,13 +160,9 @@ def dpu(
       (https://arxiv.org/abs/2101.06840)
       Update-level error feedback for delayed updates (https://arxiv.org/abs/2606.30634)
     """
-    if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ValueError(
-            f"warmup_steps is {warmup_steps!r}: give a whole number, 0 for none."
-        )
-    return _late(
-        inner, mesh, options, predict=False, feedback=feedback, warmup=warmup_steps
-    )
+    remedy = "give a whole number, 0 for none."
+    warmup = whole_number("warmup_steps", warmup_steps, 0, remedy)
+    return _late(inner, mesh, options, predict=False, feedback=feedback, warmup=warmup)
 
 
 def wp(

@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.state import State
@@ -36,8 +37,12 @@ def begun_from(params: PyTree, state: State) -> bool | None:
 
 
 def _equal(params: PyTree, others: PyTree) -> list[jax.Array]:
+    def equal(a: jax.Array, b: jax.Array) -> jax.Array:
+        b = jnp.broadcast_to(b, a.shape)  # of a method whose workers have rows
+        return ((a == b) | ((a != a) & (b != b))).all()
+
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True)
-    return [((a == b) | ((a != a) & (b != b))).all() for a, b in pairs]
+    return [equal(a, b) for a, b in pairs]
 
 
 def check(params: PyTree, state: State) -> None:

@@ -142,7 +142,9 @@ class _Evaluation:
                 env.update(zip(eqn.outvars, out, strict=True))
             for eqns in alike.values():
                 members, at = [read(eqn)[0] for eqn in eqns], read(eqns[0])[1]
-                if len(eqns) == 1 or self.layout.workers == 2:
+                if _repeated(eqns):
+                    outs = [self.alone(eqns[0], members[0], at)] * len(eqns)
+                elif self.layout.workers == 2:
                     outs = [self.alone(*x, at) for x in zip(eqns, members, strict=True)]
                 else:
                     outs = self.dealt(eqns, members, at)
@@ -253,6 +255,13 @@ def _constants(values: Iterable[Any]) -> Iterator[int]:
 
 def _literal(x: Any) -> bool:
     return hasattr(x, "val")
+
+
+def _repeated(eqns: Sequence["JaxprEqn"]) -> bool:
+    """Return whether operations of one kind have the same operands."""
+    first = eqns[0].invars
+    pairs = (pair for eqn in eqns for pair in zip(eqn.invars, first, strict=True))
+    return all(_literal(x) or x is y for x, y in pairs)
 
 
 def _inside(eqn: "JaxprEqn") -> Any:

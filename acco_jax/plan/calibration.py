@@ -11,6 +11,7 @@ the chip.
 import dataclasses
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,7 +104,8 @@ def calibrate(config: ConfigDict) -> Report:
     mesh, platform = Mesh(devices, ("data",)), devices[0].platform
     topology = _topology(devices)
     kernels = (*_products(mesh), *_copies(mesh), *_collectives(mesh))
-    rates = _of_kernels(kernels, platform)
+    kind = devices[0].device_kind
+    rates = _of_kernels(kernels, platform) | _memory(kind, topology.chip)
     machine = Machine(topology, figures(topology.chip, measured=rates))
 
     shapes = _shapes(config)
@@ -133,7 +135,7 @@ def calibrate(config: ConfigDict) -> Report:
         for p, measured, old in zip(prepared, times, before, strict=True)
     ]
     return Report(
-        devices[0].device_kind, topology.chip.name, devices.size, kernels, changed,
+        kind, topology.chip.name, devices.size, kernels, changed,
         tuple(steps),
     )  # fmt: skip
 
@@ -196,6 +198,14 @@ def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
             if repeat:  # the first compiles
                 found.append(time.perf_counter() - start)
     return [min(found) for found in times]
+
+
+def _memory(kind: str, chip: Chip) -> dict[str, Change]:
+    """Return the memory of a card that has another than its data sheet's."""
+    own, sheets = (re.search(r"\b(\d+)GB", name) for name in (kind, chip.title))
+    if own is None or sheets is None or own[1] == sheets[1]:
+        return {}
+    return {"memory_bytes": chip.memory_bytes * int(own[1]) / int(sheets[1])}
 
 
 def _topology(devices: np.ndarray) -> Topology:

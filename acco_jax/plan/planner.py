@@ -289,7 +289,8 @@ def _outcome(
             return Tried(shape, None, compiled=error.compiled)
         return _tried(shape, candidate, found, machine)
 
-    fit = fit and not config.counts  # which are of the microbatches asked for
+    # counts are of the microbatches asked for
+    fit = fit and not config.counts and not program.adaptive
 
     def search(first: Tried) -> Fit:
         return fitting.search(

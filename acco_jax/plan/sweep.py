@@ -41,6 +41,7 @@ class Sweep:
     link: str  # that varies
     rates: tuple[float, ...]  # bytes/s of a device, ascending
     speedups: Mapping[str, tuple[float, ...]]  # predicted, one for each rate
+    misfits: Mapping[str, str]  # methods that do not fit, and why
 
     def best(self, i: int) -> str:
         """Return the method to take at a rate: the first that is as fast as any."""
@@ -50,11 +51,6 @@ class Sweep:
     @property
     def topology(self) -> Topology:
         return self.plans[0].topology
-
-    @property
-    def misfits(self) -> Mapping[str, str]:
-        """Methods that do not fit, and why."""
-        return dict(item for plan in self.plans for item in plan.misfits.items())
 
     @property
     def bands(self) -> list[tuple[str, float, float]]:
@@ -99,12 +95,25 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
     ask = functools.partial(dataclasses.replace, request, fit=False)
     plan = planner.make(config, topology, ask(methods=(BASELINE,)))
     divided = planner.with_domains(config, topology)
-    plans = few = [
-        planner.make(c, topology, ask(methods=others))
-        for c in (_halved(config) if others else [])
-    ]
-    if divided is not config and others:
-        few = [planner.make(c, topology, ask(methods=others)) for c in _halved(divided)]
+
+    def planned(config: ConfigDict) -> tuple[list[Plan], dict[str, str]]:
+        """Return the plans of the halves that fit, and methods of which none does."""
+        found, misfits = [], dict[str, str]()
+        for each in _halved(config) if others else []:
+            try:
+                found.append(planner.make(each, topology, ask(methods=others)))
+            except planner.NothingFits as error:
+                misfits |= error.misfits
+            else:
+                misfits |= found[-1].misfits
+        fit = {o.program.method for plan in found for o in plan.outcomes}
+        return found, {m: why for m, why in misfits.items() if m not in fit}
+
+    plans, misfits = planned(config)
+    few = plans
+    if divided is not config:
+        few, other = planned(divided)
+        misfits |= {f"{m}, 8 bits": f"In 8 bits: {why}" for m, why in other.items()}
     several = topology.devices > topology.fast_domain
     network = "slow" if several else "fast"
     rates = _rates()
@@ -123,9 +132,8 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
                     curves.setdefault(label, []).append(chosen / base)
     link = "the network" if several else topology.chip.link
     speedups = {label: tuple(values) for label, values in curves.items()}
-    return Sweep(
-        (plan, *plans, *(few if few is not plans else ())), link, rates, speedups
-    )
+    shown = (plan, *plans, *(few if few is not plans else ()))
+    return Sweep(shown, link, rates, speedups, misfits)
 
 
 def _rates() -> tuple[float, ...]:

@@ -5,14 +5,14 @@ import functools
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
 import acco_jax
@@ -37,6 +37,7 @@ from acco_jax.run.weights import adapters, pretrained
 
 PyTree = Any
 
+_BEGINNING = "base_checkpoint"  # of config.json
 # Fields beside a run's identity that say when processes communicate, and what.
 STEERING = (
     "log_every", "eval_every", "eval_batches", "samples", "checkpoint_every",
@@ -114,6 +115,7 @@ def build(
     extend: bool | None = None,
     replay: Path | None = None,
     again: bool = False,
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Experiment:
     """Build the experiment of a config that `check` accepts.
 
@@ -125,6 +127,7 @@ def build(
       extend: as for `prepare`.
       replay: workdir of a run that this one repeats.
       again: whether an earlier attempt of the same command has checked the optimizer.
+      flags: of the command, which processes must have in common.
 
     Raises:
       ValueError: if the machine, the workdir or the data do not fit the config.
@@ -136,7 +139,7 @@ def build(
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
     first = continuing.first_workers(config, workdir, workers, again, replay)
-    identity = _identity_of(config, first)
+    identity = _identity_of(config, first) | _beginning(config, old)
     continuing.check_workdir(workdir, identity, grows)
     stale = not again and old.get("workers", first) != first
     if stale and heartbeat.supervised() and jax.process_index() == 0:
@@ -146,7 +149,7 @@ def build(
     prepared.own_workers(mesh)  # or a ValueError
     config = continuing.with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
-    corpus = _corpus(config, workdir, identity, grows)
+    corpus = _corpus(config, workdir, identity, grows, flags)
     stages.ended("data")
     config = _with_steps(config, workers, amounts, corpus)
     if extend is not None:
@@ -158,7 +161,7 @@ def build(
         )
         identity["extended"] = [list(pair) for pair in config.extended]
     samples.check(config, corpus.tokenizer)
-    trainable = _trainable(config, mesh, corpus, begun=bool(old))
+    trainable = _trainable(config, mesh, corpus, old)
     checked = again and bool(old)  # by the attempt that recorded this run
     tx, step = _step(config, mesh, trainable, amounts, checked=checked)
     experiment = Experiment(
@@ -261,11 +264,27 @@ def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
         identity["pretrained"] = pretrained.identity(
             config.init_from, config.ignore_weights
         )
-    if config.base and (config.lora.rank or config.lora.ranks):
+    if config.base and _adapts(config):
         identity["frozen"] = trained_runs.base_identity(config)
     if config.lora.init_from is not None:
         identity["adapters"] = adapters.identity(config)
     return identity | {"generation": pretrained.kept_generation(config)}
+
+
+def _adapts(config: ConfigDict) -> bool:
+    return bool(config.lora.rank or config.lora.ranks)
+
+
+def _beginning(config: ConfigDict, old: dict[str, Any]) -> dict[str, Any]:
+    """Return which checkpoint of `base` a run begins at, or has begun at.
+
+    A run that has begun needs `base` no more once it has a checkpoint.
+    """
+    if not config.base or _adapts(config):
+        return {}
+    if not old:
+        return {_BEGINNING: trained_runs.base_identity(config)}
+    return {_BEGINNING: old[_BEGINNING]} if _BEGINNING in old else {}
 
 
 def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Amounts]:
@@ -325,7 +344,11 @@ def _dealt(
 
 
 def _corpus(
-    config: ConfigDict, workdir: Path, identity: dict[str, Any], grows: Sequence[str]
+    config: ConfigDict,
+    workdir: Path,
+    identity: dict[str, Any],
+    grows: Sequence[str],
+    flags: Mapping[str, Any],
 ) -> data.Corpus:
     """Return the corpus, which joins the identity.
 
@@ -336,7 +359,7 @@ def _corpus(
     corpus = data.load_corpus(fields, workdir=workdir, base=config.base)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
     if jax.process_count() > 1:
-        _check_same_config(config, identity)
+        _check_same_config(identity, steering_of(config) | dict(flags))
         _check_same_text(corpus.checksum)
         _check_same_weights(identity)
     identity["corpus"] = {
@@ -360,13 +383,13 @@ def steering_of(config: ConfigDict) -> dict[str, Any]:
     return {name: config[name] for name in STEERING} | places | sections
 
 
-def _check_same_config(config: ConfigDict, identity: dict[str, Any]) -> None:
+def _check_same_config(identity: dict[str, Any], steering: dict[str, Any]) -> None:
     """Raise a ValueError, on every process, if processes have different configs.
 
     Shards that each process updates in its own way would be sent to all: no replica
     would differ.
     """
-    mine = json.dumps([identity, steering_of(config)])
+    mine = json.dumps([identity, steering])
     known, steering = json.loads(processes.bytes_from(0, mine.encode()))
     own, others = json.loads(mine)
     field = differing_field(known, own) or next(
@@ -402,6 +425,7 @@ def _check_same_weights(identity: dict[str, Any]) -> None:
     named = {
         "pretrained": ("init_from", identity["init_from"], "model"),
         "frozen": ("base", identity["base"], "model"),
+        _BEGINNING: ("base", identity["base"], "model"),
         "adapters": ("lora.init_from", identity["lora"]["init_from"], "adapters"),
     }
     said = [json.dumps(identity.get(key), sort_keys=True) for key in named]
@@ -434,9 +458,11 @@ def _with_steps(
 
 
 def _trainable(
-    config: ConfigDict, mesh: Mesh, corpus: data.Corpus, *, begun: bool
+    config: ConfigDict, mesh: Mesh, corpus: data.Corpus, old: dict[str, Any]
 ) -> Trainable:
     """Return the model for a corpus, and how its parameters begin, or have begun.
+
+    `old` is what a begun run has recorded.
 
     Raises:
       ValueError: if the model does not fit the tokenizer, or its weights are missing.
@@ -444,25 +470,34 @@ def _trainable(
     trained_runs.check_tokens(config, corpus)
     model = models.model(config, corpus.tokenizer.vocab_size)
     models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
-    known = None if begun else corpus.tokenizer
+    known = None if old else corpus.tokenizer
     loss_fn, init = models.trained(
         config, model, lambda make: trained_runs.start(config, make, model, mesh, known)
     )
     specs = models.specs(model, jax.eval_shape(init), mesh)
-    adapts = config.lora.rank or config.lora.ranks
-    if config.base and not adapts:
-        base = trained_runs.start(config, init, model, mesh, known)
-        init = Partial(_identity, base)
     homes = trained_runs.shardings(specs, mesh)
     made = jax.jit(lambda init: init(), out_shardings=homes)  # once for all starts
     start = functools.partial(made, with_arrays(init))
-    if config.init_from and not adapts:  # read when needed, and not held
+    if (config.init_from or config.base) and not _adapts(config):
+        # read when needed, and not held
         start = functools.partial(trained_runs.start, config, init, model, mesh)
+    if config.base and not _adapts(config):
+        if known is not None:
+            trained_runs.base_of(config, jax.eval_shape(init), known)
+        start = functools.partial(_from_base, config, old.get(_BEGINNING), start)
     if config.lora.init_from:
         architecture = models.transformer_config(config, corpus.tokenizer.vocab_size)
         start = functools.partial(adapters.load, config, architecture, homes)
     return Trainable(model, loss_fn, init, start, specs)
 
 
-def _identity(params: PyTree) -> PyTree:
-    return params
+def _from_base(
+    config: ConfigDict, begun_at: dict[str, Any] | None, start: Callable[[], PyTree]
+) -> PyTree:
+    """Return the parameters of `base`, of a begun run those that it began at."""
+    if begun_at is not None and trained_runs.base_identity(config) != begun_at:
+        raise ValueError(
+            f"base is {config.base}, whose newest checkpoint is not the one that this "
+            "run began at, and the run has none of its own: use another workdir."
+        )
+    return start()

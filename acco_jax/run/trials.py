@@ -131,7 +131,7 @@ def fastest(built: Iterable[tuple[str, Experiment]], *, compiled: bool = False) 
         if e.workers == 1:
             logging.info("method auto: %s, one worker", name)
             return name
-        if not (e.config.base or e.config.lora.rank or e.config.lora.ranks):
+        if not (e.config.lora.rank or e.config.lora.ranks):
             kept[name] = e  # of a frozen model the devices hold one at a time
         if not computing:
             computing = measures.gradient_seconds(e, initial(e)[0], per_token=False)

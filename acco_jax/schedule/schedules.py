@@ -276,8 +276,9 @@ def _uncounted(module: Module, loops: Iterable[Instruction]) -> dict[Computation
     found: dict[Computation, str] = {}
     for loop in loops:
         if module.iterations(loop) is None:
-            for c, _ in module.runs(module.body(loop)):
-                found.setdefault(c, loop.name)
+            for part in (module.body(loop), module.condition(loop)):
+                for c, _ in module.runs(part):
+                    found.setdefault(c, loop.name)
     return found
 
 

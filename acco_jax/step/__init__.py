@@ -173,6 +173,7 @@ def find_halves(
             f"microbatches is {microbatches!r}: a step of two halves needs an integer "
             "of at least 2."
         )
+    check_method(tx)
     if tx.calls_per_step != 2 or tx.warmup:
         raise ValueError(
             "find_halves is for acco, whose steps have two half-rounds: build another "

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from acco_jax.audit import __main__ as command
@@ -171,6 +172,20 @@ def test_a_factory_that_makes_no_step(refused, monkeypatch, factory, said):
     monkeypatch.setattr(auditing, "devices", lambda topology: [1, 2])
     line = refused(f"--factory={factory}", PLACE)
     assert said in line and "returns a jitted step and a tuple" in line
+
+
+def test_a_factory_s_step_that_cannot_be_traced(monkeypatch, capsys):
+    class Step:
+        def lower(self, x):
+            return jax.jit(lambda x: x @ x).lower(x)
+
+    monkeypatch.setattr(auditing, "devices", lambda topology: [1, 2])
+    monkeypatch.setattr(auditing, "_check_platform", lambda mesh, place: None)
+    given = Step(), (jax.ShapeDtypeStruct((2, 3), "f4"),)
+    monkeypatch.setattr(command, "named", lambda flag, name: lambda devices: given)
+    assert run("--factory=mine:step", PLACE) == exits.REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the step of --factory=mine:step cannot be traced: TypeError: dot_" in line
 
 
 def test_damaged_and_missing_things_are_said(refused, monkeypatch, tmp_path):

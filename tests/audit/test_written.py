@@ -62,10 +62,16 @@ def test_a_gate_does_not_pass_on_a_count_that_it_does_not_know():
         """,
         PRODUCT + EXPOSED,
     )
+    # in the loop's condition, which runs once more than its body
+    asking = EXPOSED.replace("%body", "%other").replace("%asks", "%body")
+    asking = asking.replace("%other", "%asks")
+    for loop in (EXPOSED, asking):
+        found = audit(text.replace(EXPOSED, loop), topology=HOST)
+        why = found.verdict().objection(0.5)
+        assert "is exposed each time that w runs" in why
+        assert "give its trip count" in why
+        assert '"uncounted_loops": [\n    "w"' in found.to_json()
     found = audit(text, topology=HOST)
-    why = found.verdict().objection(0.5)
-    assert "is exposed each time that w runs" in why and "give its trip count" in why
-    assert '"uncounted_loops": [\n    "w"' in found.to_json()
     few, many = (audit(text, topology=HOST, trip_counts=n) for n in (1, 256))
     assert not few.verdict().objection(0.9)
     assert "33.3% of the bytes" in many.verdict().objection(0.9)

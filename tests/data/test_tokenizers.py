@@ -102,6 +102,9 @@ def test_pieces_begin_as_the_configuration_says(pieces, tmp_path, said, prefix):
     assert (plain.prefix, found.prefix) == ((), prefix)
     assert found.fingerprint == plain.fingerprint
     assert found.encode("the cat").tolist() == plain.encode("the cat").tolist()
+    found.export(tmp_path / "out", 64, {})
+    exported = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert exported["add_bos_token"] is bool(prefix)
 
 
 def test_pieces_of_changed_texts_are_exported_with_a_warning(pieces, tmp_path, caplog):

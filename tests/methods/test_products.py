@@ -197,6 +197,21 @@ def test_products_with_other_constants_are_not_one():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_a_product_that_is_asked_for_twice_is_one():
+    gram = jax.jit(lambda g: g.T @ g)
+
+    def update(grads, state, params=None):
+        g = grads["tall"]
+        return grads | {"tall": g @ (gram(g) + gram(g))}, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params, grads, state, run = program(inner, make_mesh(4))
+    updates, _ = run(grads, state, params)
+    expected, _ = update(jax.tree.map(lambda g: g.sum(0) / 4, grads), ())
+    for x, y in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "inner",
     [optax.adamw(1e-3), optax.lbfgs(1e-3, linesearch=None)],

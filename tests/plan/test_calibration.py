@@ -9,7 +9,7 @@ import pytest
 
 from acco_jax.plan import calibration
 from acco_jax.run.config.fields import default_config
-from acco_jax.schedule import costs, machines, schedules, topologies
+from acco_jax.schedule import chips, costs, machines, schedules, topologies
 from tests.schedule.recordings import run
 
 long = pytest.mark.long  # what is measured: three programs, and kernels
@@ -33,6 +33,15 @@ def test_a_step_computes_the_microbatches_asked_for(changes):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     program = calibration._Prepared("zero1", 6, config, mesh).program
     assert (program.microbatches, program.counts) == (6, ())
+
+
+def test_a_card_of_less_memory_has_its_own():
+    kinds = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    for kind in (*kinds, "TPU v5 lite"):
+        assert calibration._memory(kind, chips.of_kind(kind)) == {}
+    half = chips.CHIPS["a100"].memory_bytes / 2
+    found = calibration._memory("NVIDIA A100-SXM4-40GB", chips.CHIPS["a100"])
+    assert found == {"memory_bytes": half}
 
 
 def test_auto_is_held_out_as_acco():

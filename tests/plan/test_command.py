@@ -240,6 +240,16 @@ def test_a_program_too_large_is_said_with_what_would_fit(
     )
 
 
+def test_adaptive_counts_that_do_not_fit_are_said(stand_in, monkeypatch, refusal):
+    def limited(program, *place):
+        raise programs.DoesNotFit("it needs 200G of 141G hbm")
+
+    monkeypatch.setattr(programs.Program, "compile", limited)
+    line = refusal("--config.microbatches=adaptive", "--config.most_microbatches=16")
+    assert "acco with microbatch_size 4 does not fit" in line
+    assert line.endswith("it needs 200G of 141G hbm; lower it.")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--nofit"]])
 def test_a_gpu_program_larger_than_its_memory_is_refused(stand_in, refusal, arguments):
     # the stand-in's 1 GB and 8 MB per row

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from acco_jax.plan import sweep
+from acco_jax.plan import programs, sweep
 from tests.schedule.recordings import SCHEDULES, run
 
 
@@ -36,6 +36,25 @@ def test_bands_are_where_a_method_is_the_fastest(
             if low <= rate <= high:
                 fastest = max(s[i] for s in speedups.values())
                 assert speedups[name][i] >= fastest / 1.02
+
+
+def test_a_method_that_does_not_fit_leaves_the_others(
+    stand_in, monkeypatch, tmp_path, capsys
+):
+    compile_, file = programs.Program.compile, tmp_path / "sweep.json"
+
+    def limited(program, *place):
+        if program.method == "acco":
+            raise programs.DoesNotFit("it needs 9G of 8G of memory")
+        return compile_(program, *place)
+
+    monkeypatch.setattr(programs.Program, "compile", limited)
+    monkeypatch.setitem(SCHEDULES, "dpu", "gpu_hidden")
+    for methods, left in (("acco,zero1", {"zero1"}), ("acco,dpu,zero1", {"dpu"})):
+        run("--sweep-network", f"--methods={methods}", f"--json={file}")
+        text, found = capsys.readouterr().out, json.loads(file.read_text())
+        assert "DOES NOT FIT\n  acco with microbatch_size 4 does not fit" in text
+        assert left <= set(found["speedups"]) and "acco" not in found["speedups"]
 
 
 @pytest.mark.parametrize(

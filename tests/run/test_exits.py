@@ -47,11 +47,11 @@ class Panic(BaseException):
         (pool.RunFailed("no result"), exits.FAILED, "no result"),
         (replicas.ReplicasDiffer("worker 1"), exits.REFUSED, "worker 1"),
         (exits.Stopped("told to"), exits.STOPPED, "told to"),
-        (MemoryError(), exits.FAILED, "out of memory: lower microbatch_size, .*"),
+        (MemoryError(), exits.FAILED, "out of memory: halve micro.*"),
         (
             RuntimeError("RESOURCE_EXHAUSTED: 4 GiB"),
             exits.FAILED,
-            r"out of memory \(RESOURCE_EXHAUSTED: 4 GiB\): lower microbatch_size, .*",
+            r"out of memory \(RESOURCE_EXHAUSTED: 4 GiB\): halve micro.*",
         ),
         (ValueError("two\nlines"), exits.REFUSED, r"two lines \(test_exits.py, .*"),
     ],

@@ -116,9 +116,20 @@ def test_processes_with_another_config_are_refused(tiny, monkeypatch, change, sa
         with pytest.raises(
             ValueError, match=f"process 1 has another config than process 0.*{said}"
         ):
-            preparation._check_same_config(other, mine)
+            preparation._check_same_config(mine, preparation.steering_of(other))
     else:
-        preparation._check_same_config(other, mine)
+        preparation._check_same_config(mine, preparation.steering_of(other))
+
+
+def test_processes_with_other_flags_are_refused(tiny, monkeypatch):
+    config = tiny()
+    identity = json.loads(config.to_json_best_effort())
+    steering = preparation.steering_of(config)
+    known = json.dumps([identity, steering | {"--stop_after": None}]).encode()
+    monkeypatch.setattr(processes, "bytes_from", lambda source, data: known)
+    monkeypatch.setattr(processes, "all_bytes", lambda data: [b"", data])
+    with pytest.raises(ValueError, match=r"--stop_after=None, not 200\)"):
+        preparation._check_same_config(identity, steering | {"--stop_after": 200})
 
 
 def test_processes_with_other_text_are_refused(monkeypatch):
@@ -154,11 +165,16 @@ def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(0, "init_from='a'"), (1, "base='b'"), (2, r"lora\.init_from='c'")],
+    [
+        (0, "init_from='a'"),
+        (1, "base='b'"),
+        (2, "base='b'"),
+        (3, r"lora\.init_from='c'"),
+    ],
 )
 def test_processes_with_other_weights_are_refused(monkeypatch, number, message):
     identity = {"init_from": "a", "base": "b", "lora": {"init_from": "c"}}
-    other = np.arange(3, dtype=np.uint32) == number
+    other = np.arange(4, dtype=np.uint32) == number
     monkeypatch.setattr(
         preparation.processes, "gathered", lambda x: np.stack([x, x + other])
     )

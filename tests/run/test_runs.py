@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 
 import chex
 import jax
@@ -150,6 +151,30 @@ def test_a_base_may_have_had_other_devices(saved, tiny, tmp_path):
     config = tiny(base=str(tmp_path / "base"))
     e = preparation.prepare(config, tmp_path / "run", jax.devices()[:2])
     chex.assert_trees_all_equal(jax.device_get(e.start()), theta)
+
+
+def test_a_run_knows_at_which_checkpoint_of_its_base_it_begins(saved, tiny, tmp_path):
+    base, workdir = tmp_path / "base", tmp_path / "run"
+    saved(base, 1, (2, 4), method="zero1")
+    config = tiny(base=str(base))
+
+    def prepared():
+        return preparation.prepare(config, workdir, jax.devices()[:1])
+
+    first = prepared()
+    known = first.identity["base_checkpoint"]
+    assert known["half_round"] == 4
+    preparation.record(first)
+    for path in (base / "checkpoints").glob("4*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = prepared()
+    assert again.identity["base_checkpoint"] == known
+    with pytest.raises(ValueError, match="is not the one that this run began at"):
+        again.start()
+    fresh = preparation.prepare(config, tmp_path / "other", jax.devices()[:1])
+    assert fresh.identity["base_checkpoint"]["half_round"] == 2
+    shutil.rmtree(base)  # a run that has begun needs it no more
+    assert prepared().identity["base_checkpoint"] == known
 
 
 def test_what_is_not_there_is_refused(saved, tmp_path):

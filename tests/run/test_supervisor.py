@@ -122,6 +122,13 @@ def test_begins_again(jobs, capfd, caplog):
     assert "attempt 3 of 3 begins" in caplog.text
 
 
+def test_what_an_earlier_command_s_process_left_is_kept(jobs, capfd):
+    todo = jobs(("raise", 3))
+    for attempt in (1, 2):
+        assert run(*todo) == [exits.LOST]
+        assert f"failures/attempt-{attempt}" in errors(capfd)[-1]
+
+
 @pytest.mark.slow
 def test_not_more_often_than_it_may(jobs, capfd):
     assert run(*jobs(("wait", 4, 9), ("SIGKILL", 3, 9), restarts=1)) == [exits.LOST] * 2

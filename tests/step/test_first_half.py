@@ -70,6 +70,8 @@ def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, f
     for wrong in (1, 2.0, True):
         with pytest.raises(ValueError, match=f"microbatches is {wrong}: a step of two"):
             acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=wrong)
+    with pytest.raises(ValueError, match="tx is a GradientTransformationExtraArgs"):
+        acco_jax.find_halves(loss_fn, tx.inner, params, batch, microbatches=4)
     for other in (acco_jax.zero1, acco_jax.dpu):
         method = other(optax.adamw(1e-2), mesh=mesh)
         with pytest.raises(ValueError, match="find_halves is for acco"):

@@ -261,7 +261,7 @@ def gossip(
       (https://arxiv.org/abs/1710.06952); Assran et al., Stochastic Gradient Push for
       Distributed Deep Learning (https://arxiv.org/abs/1811.10792)
     """
-    local_method.check_steps("local_steps", local_steps)
+    local_steps = local_method.checked_steps("local_steps", local_steps)
     if topology not in TOPOLOGIES:
         raise ValueError(
             f"topology is {topology!r}: choose one of {', '.join(TOPOLOGIES)}."

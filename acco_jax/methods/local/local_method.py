@@ -23,6 +23,7 @@ from acco_jax.core.gradients import Accumulator, Sums
 from acco_jax.core.half_round import Inputs, Round
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, Rng, wide, with_shardings
+from acco_jax.core.microbatches import whole_number
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import State, StateT
 from acco_jax.core.workers import from_row, over_data, place, to_row
@@ -498,6 +499,5 @@ def check_wire(layout: Layout, weighted: bool) -> None:
         )
 
 
-def check_steps(name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1.")
+def checked_steps(name: str, value: object) -> int:
+    return whole_number(name, value, 1, "it must be an integer of at least 1.")

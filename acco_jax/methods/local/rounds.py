@@ -175,7 +175,7 @@ def local_rounds(
     Raises:
       ValueError: in one line, before any device work, what does not fit.
     """
-    local_method.check_steps("local_steps", local_steps)
+    local_steps = local_method.checked_steps("local_steps", local_steps)
     if not isinstance(outer, ShardedMethod):
         raise ValueError(
             f"outer is a {type(outer).__name__}: give a sharding method, e.g. "

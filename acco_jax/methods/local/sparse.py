@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
@@ -33,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.core.half_round import Hop
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.microbatches import whole_numbers
 from acco_jax.core.select import choose
 from acco_jax.core.workers import over_data
 from acco_jax.methods.checks import checked_update
@@ -414,7 +416,7 @@ def sparse_rounds(
     Raises:
       ValueError: in one line, before any device work, what does not fit.
     """
-    local_method.check_steps("local_steps", local_steps)
+    local_steps = local_method.checked_steps("local_steps", local_steps)
     local_method.check_optimizer(
         "outer", outer, "every worker takes the outer step itself"
     )
@@ -467,10 +469,11 @@ def sparse_rounds(
 
 def entries(keep: object, chunk: int) -> int:
     """Return how many entries of every chunk are sent."""
-    if isinstance(keep, int) and not isinstance(keep, bool) and 1 <= keep <= chunk:
-        return keep
-    if isinstance(keep, float) and 0 < keep <= 1:
-        return max(1, round(keep * chunk))
+    number = whole_numbers(keep)
+    if type(number) is int and 1 <= number <= chunk:
+        return number
+    if isinstance(number, float | np.floating) and 0 < number <= 1:
+        return max(1, round(float(number) * chunk))
     raise ValueError(
         f"keep is {keep!r}: give the part of the entries to send, above 0.0 and at "
         f"most 1.0, or an integer from 1 to {chunk}, how many of every {chunk}."

@@ -34,6 +34,7 @@ from acco_jax.core.codec import Codec
 from acco_jax.core.exchange import Exchange, ExchangeRound, Received
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
+from acco_jax.core.microbatches import whole_number
 from acco_jax.core.select import choose
 from acco_jax.core.state import ShardedState
 from acco_jax.core.workers import over_data
@@ -201,7 +202,7 @@ class StreamingRound(ExchangeRound[StreamingState], LocalRound[StreamingState]):
 
     def _weights(self, rest: StreamingState, progress: LocalProgress) -> jax.Array:
         """Return (n, P) weights at the end of this call's steps."""
-        return rest.weights + progress.sums.weight[:, None]
+        return rest.weights + progress.sums.weight[:, None].astype(rest.weights.dtype)
 
     def outgoing(
         self, params: PyTree, rest: StreamingState, progress: LocalProgress
@@ -319,6 +320,11 @@ def streaming_diloco(
       Douillard et al., Streaming DiLoCo with overlapping communication: Towards a
       Distributed Free Lunch (https://arxiv.org/abs/2501.18512)
     """
+    local_steps = local_method.checked_steps("local_steps", local_steps)
+    fragments = local_method.checked_steps("fragments", fragments)
+    overlap_steps = whole_number(
+        "overlap_steps", overlap_steps, 0, "give an integer of at least 0."
+    )
     interval = _interval(local_steps, fragments, overlap_steps)
     if not 0 <= mixing < 1:
         raise ValueError(f"mixing is {mixing}: it must lie from 0 to below 1.")
@@ -407,17 +413,13 @@ def streaming_diloco(
 
 def _interval(local_steps: int, fragments: int, overlap_steps: int) -> int:
     """H / P, checked."""
-    local_method.check_steps("local_steps", local_steps)
-    local_method.check_steps("fragments", fragments)
-    if not isinstance(overlap_steps, int):
-        raise ValueError(f"overlap_steps is {overlap_steps!r}: give an integer.")
     if local_steps % fragments:
         raise ValueError(
             f"local_steps is {local_steps}, no multiple of the {fragments} fragments "
             "that take turns: use a multiple."
         )
     interval = local_steps // fragments
-    if not 0 <= overlap_steps <= interval:
+    if overlap_steps > interval:
         raise ValueError(
             f"overlap_steps is {overlap_steps}: it must lie from 0 to local_steps / "
             f"fragments = {interval}, when the next fragment is sent."

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import secrets
@@ -544,8 +545,11 @@ class _Command:
         job, line = self._job, verdict.line
         ended = await child.kill()
         if job.workdir.is_dir() and verdict.code in (exits.LOST, exits.FAILED):
-            folder = job.workdir / "failures" / f"attempt-{child.attempt}"
-            child.keep(folder / f"process-{job.process}")
+            own, folders = f"process-{job.process}", job.workdir / "failures"
+            numbers = itertools.count(child.attempt)  # earlier commands' are kept
+            each = (folders / f"attempt-{n}" for n in numbers)
+            folder = next(x for x in each if not (x / own).exists())
+            child.keep(folder / own)
             line += f": messages and stacks are in {folder}"
         if not ended:
             raise _Ends(_say(exits.LOST, f"{line}; its process cannot be killed."))

@@ -339,7 +339,7 @@ def check_tokens(config: ConfigDict, corpus: data.Corpus) -> None:
 
 
 def base_identity(config: ConfigDict) -> dict[str, Any]:
-    """Return which checkpoint of `base` adapters adapt.
+    """Return which checkpoint of `base` is the newest.
 
     Raises:
       ValueError: if `base` holds no run.
@@ -379,6 +379,23 @@ def start(
         return pretrained.load(architecture, files, homes)
     if config.base is None:
         return jax.jit(make, out_shardings=homes)()
+    base = base_of(config, shapes, tokenizer)
+    try:
+        return base.params(mesh)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"base is {base.workdir}, which cannot be read: {error}"
+        ) from error
+
+
+def base_of(
+    config: ConfigDict, shapes: PyTree, tokenizer: data.Tokenizer | None
+) -> Saved:
+    """Return the run `base`, whose model has these parameters.
+
+    Raises:
+      ValueError: if it holds no run, or one of another model or tokenizer.
+    """
     folder = expanded(config.base)
     try:
         base = Saved(folder)
@@ -386,7 +403,7 @@ def start(
         if tokenizer is not None and not other:
             other = _difference(base, config, tokenizer)
         if not other:
-            return base.params(mesh)
+            return base
     except (OSError, ValueError) as error:
         raise ValueError(f"base is {folder}, which holds no run: {error}") from error
     raise ValueError(

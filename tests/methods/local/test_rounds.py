@@ -190,6 +190,23 @@ REFUSED = [
 ]
 
 
+def test_numbers_of_steps_may_be_numpys():
+    mesh = make_mesh(2)
+    tx = acco_jax.diloco(optax.sgd(0.1), mesh=mesh, local_steps=np.int64(3))
+    assert tx.steps_per_call == 3 and type(tx.steps_per_call) is int
+    tx = acco_jax.streaming_diloco(
+        optax.sgd(0.1), mesh=mesh, local_steps=np.int32(6), fragments=np.int64(2),
+        overlap_steps=np.int8(1),
+    )  # fmt: skip
+    assert (tx.period, tx.steps_per_call) == (2, 3)
+    acco_jax.sparseloco(optax.sgd(0.1), mesh=mesh, local_steps=2, keep=np.int64(9))
+    acco_jax.dpu(optax.sgd(0.1), mesh=mesh, warmup_steps=np.int64(2))
+    few = {"gather_bits": 8, "resync_every": np.int64(4)}
+    assert acco_jax.acco(optax.sgd(0.1), mesh=mesh, **few).period == 4
+    with pytest.raises(ValueError, match="local_steps is True: it must be an integer"):
+        acco_jax.diloco(optax.sgd(0.1), mesh=mesh, local_steps=True)
+
+
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_diloco_refuses(options, message):
     with pytest.raises(ValueError, match=message) as error:
