@@ -51,9 +51,11 @@ def likely(c: Collective, spent: Spent, schedule: Schedule, machine: Machine) ->
     accumulating = _accumulation(c, schedule)
     if accumulating is not None and c.kind in _REDUCTIONS:
         times = accumulating.iterations
-        each = "each iteration" if times is None else f"each of the {times} iterations"
+        loop = (
+            f"{'' if times is None else f'{times} '}iterations of {accumulating.name}"
+        )
         return Cause(
-            f"{cause.text}; and gradients are reduced in {each} of {accumulating.name}",
+            f"{cause.text}; and gradients are reduced in each of the {loop}",
             f"{cause.advice}; sum over the microbatches on each device (shard_map) and "
             "reduce once",
         )
