@@ -202,20 +202,31 @@ def _train(claim: contextlib.ExitStack) -> None:
         stages.ended("more imports")
         preparation.check(config)
         workdirs.check_shared(workdir)
+        repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
+        checkpoint_folder = trained_runs.checkpoint_folder(config, workdir)
+        folders = workdirs.own(workdir, checkpoint_folder)
+        preparation.check_same(
+            config,
+            {
+                "--stop_after": _STOP_AFTER.value,
+                "--replay": bool(repeated),
+                "--time_gradients": _TIME_GRADIENTS.value,
+                "--extend": _EXTEND.value,
+                "checkpoints outside the workdir": len(folders) > 1,
+            },
+        )
         # a scheduler may have restarted this run on another host, as a supervisor does
         again = devices.launched() or several
         again = again or (_ORDERS is not None and _ORDERS.attempt > 1)
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
-        checkpoint_folder = trained_runs.checkpoint_folder(config, workdir)
         continuing.check_present(workdir, checkpoint_folder)  # a claim makes it
-        for folder in workdirs.own(workdir, checkpoint_folder):
+        for folder in folders:
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
             # while it waited, another run may have begun there
             mine = process_index() == 0 and workdirs.is_new(folder)
             new += [missing] if mine else []
         stages.ended("locks")
-        repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
         if repeated:
             files.read_object(repeated / "config.json")  # or a line, before trials
         config = trials.with_method(config, repeated or workdir)
@@ -223,13 +234,8 @@ def _train(claim: contextlib.ExitStack) -> None:
         experiment = preparation.build(
             config, workdir, began=began, extend=_EXTEND.value, replay=repeated,
             again=_ORDERS is not None and _ORDERS.attempt > 1,
-            flags={
-                "--stop_after": _STOP_AFTER.value, "--replay": bool(repeated),
-                "--time_gradients": _TIME_GRADIENTS.value,
-            },
         )  # fmt: skip
-        # only now do all processes know that they have one config
-        for folder in workdirs.own(workdir, checkpoint_folder)[1:]:
+        for folder in folders[1:]:
             workdirs.check_shared(folder, "--config.checkpoints")
         fields.profiled(config.profile, experiment.total_calls)
         replay = None

@@ -52,8 +52,8 @@ MUTANTS = (
     Mutant(
         "an outer gradient of the other sign",
         "methods",
-        "return weight[0].astype(b.dtype) * (a.astype(b.dtype) - b)",
-        "return weight[0].astype(b.dtype) * (b - a.astype(b.dtype))",
+        "return weight[0].astype(b.dtype) * difference(a.astype(b.dtype), b)",
+        "return weight[0].astype(b.dtype) * difference(b, a.astype(b.dtype))",
     ),
     Mutant(
         "inner steps repeat the first rows",

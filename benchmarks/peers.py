@@ -366,9 +366,11 @@ def measure(
     period = METHODS[name].period
     steps = -(-args.steps // period) * period
     with bench.launched(name) as workers:
-        ask(workers, steps=period, first=args.microbatches // 2)
+        # the first steps still ask for memory, acco's for the most
+        ask(workers, steps=2 * period, first=args.microbatches // 2)
         peak = max(ask(workers, peak=True))
         ask(workers, compute=1)
+        ask(workers, steps=period, first=args.microbatches // 2)
         for ratio in ratios:
             mbit = rate(calibration, ratio)
             workers.set_rate(mbit)
@@ -507,6 +509,8 @@ PAGE = """# acco beside plain JAX and PyTorch
 
     {command}
 
+{short}
+
 A GPT-2 of {parameters:,} parameters in float32, AdamW, {processes} CPU processes on
 {machine}. Each process has one core and a network namespace of its own. A link of a set
 rate joins them. A step of every method has {tokens:,} tokens, in {microbatches}
@@ -539,6 +543,11 @@ a repetition, with quartiles, of {repetitions} repetitions.
     {command_of_check}
 
 {losses}
+"""
+SHORT = """Steps by their own computation, and acco's by the best peer's:
+
+| r | best peer | its step | acco(recommended) | by the peer's | acco(8 bits) by it |
+|---|---|---|---|---|---|
 """
 HEAD = """## r = {ratio:g}: {rate:.0f} Mbit/s
 
@@ -579,6 +588,28 @@ def table(rows: Sequence[Row], calibration: Row) -> str:
     return "\n".join(lines)
 
 
+def short(figures: Sequence[Row]) -> str:
+    """Returns acco's steps beside the best peer's, a line for each ratio."""
+    of = {(x["ratio"], x["method"]): x for x in figures}
+
+    def cell(ratio: float, method: str | None, key: str) -> str:
+        return _spread(of[ratio, method][key]) if (ratio, method) in of else ""
+
+    lines = []
+    for ratio in sorted({ratio for ratio, _ in of}):
+        peer = next(x["best_peer"] for x in figures if x["ratio"] == ratio)
+        cells = (
+            f"{ratio:g}",
+            f"`{peer}`" if peer else "none",
+            cell(ratio, peer, "of_compute"),
+            cell(ratio, "acco(recommended)", "of_compute"),
+            cell(ratio, "acco(recommended)", "of_best_peer"),
+            cell(ratio, "acco(8 bits)", "of_best_peer"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return SHORT + "\n".join(lines)
+
+
 def page(rows: Sequence[Row], checks: Sequence[Sequence[Row]], pictures: str) -> str:
     """Returns the result's page, with the losses of `checks`."""
     settings = rows[0]
@@ -603,7 +634,7 @@ def page(rows: Sequence[Row], checks: Sequence[Sequence[Row]], pictures: str) ->
         parameters=calibration["parameters"], bytes=calibration["bytes"] / 1e6,
         compute=calibration["compute"], step=calibration["step"],
         tokens=next(row["tokens"] for row in rows if row["kind"] == "sample"),
-        explained="\n".join((EXPLAINED, *missing)),
+        short=short(figures), explained="\n".join((EXPLAINED, *missing)),
         losses="\n\n".join(map(losses_table, checks)) or "Not computed.",
         tables="\n\n".join(tables), pictures=pictures,
     )  # fmt: skip
@@ -615,7 +646,7 @@ def figures_of(rows: Sequence[Row]) -> list[Row]:
     return summary(samples(rows), rows[0]["processes"], calibration["parameters"])
 
 
-def draw(figures: Sequence[Row], ending: str) -> None:
+def draw(figures: Sequence[Row], picture: str, ending: str) -> None:
     """Draws each method's step, as a multiple of its own computation, against r."""
     from acco_jax.command.charts import legend_below, subplots
     from benchmarks import pictures
@@ -639,7 +670,7 @@ def draw(figures: Sequence[Row], ending: str) -> None:
     ax.set_xlabel("zero1's communication / computation")
     ax.set_ylabel("step / own compute")
     legend_below(figure, 5)
-    pictures.save(figure, f"peers{ending}.svg")
+    pictures.save(figure, f"{picture}{ending}.svg")
 
 
 def write_page(rows: Sequence[Row], out: Path, folder: Path) -> None:
@@ -649,8 +680,8 @@ def write_page(rows: Sequence[Row], out: Path, folder: Path) -> None:
     checks = [read(folder / CHECKS.format(size)) for size in ("4M", "25M")]
     figures = figures_of(rows)
     for ending in pictures.styled():
-        draw(figures, ending)
-    shown = pictures.both("peers", "Each method's step by its own computation")
+        draw(figures, out.stem, ending)
+    shown = pictures.both(out.stem, "Each method's step by its own computation")
     out.write_text(page(rows, list(filter(None, checks)), shown))
     out.with_suffix(".json").write_text(json.dumps({
         "command": rows[0]["command"], "settings": rows[0], "figures": figures,

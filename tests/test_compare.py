@@ -241,6 +241,10 @@ def test_auto_goes_on_with_microbatches_that_it_has_divided(request_of, on_two):
     preparation.prepare(config, request.folder(entry, 0))
     old = json.loads((request.folder(entry, 0) / "config.json").read_text())
     assert (old["microbatch_size"], old["microbatches_per_step"]) == (1, 4)
+    assert (
+        old["eval_batches"] == 2 * parsing.config_of(request.flags(entry)).eval_batches
+    )
+    (request.folder(entry, 0) / metrics.FILE).touch()
     comparison._check_folders(request)
     other = request_of(f"auto({shape.format(4)})")
     (request.workdir / entry.name).rename(other.workdir / other.entries[0].name)

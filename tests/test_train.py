@@ -79,10 +79,11 @@ def start(place, environment):
 def start_two(start):
     """start_two(workdir, *flags): the command in two processes of one device each.
 
-    `workdirs` gives each process a folder of its own instead.
+    `workdirs` gives each process a folder of its own instead; `only` are flags of the
+    second alone.
     """
 
-    def popen(workdir, *args, workdirs=None):
+    def popen(workdir, *args, workdirs=None, only=()):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -93,7 +94,8 @@ def start_two(start):
         )
         workdirs = workdirs or [workdir] * 2
         return [
-            start(workdirs[i], *together, f"--process={i}", *args) for i in range(2)
+            start(workdirs[i], *together, f"--process={i}", *args, *only * i)
+            for i in range(2)
         ]
 
     return popen
@@ -308,6 +310,24 @@ def test_a_signal_to_one_of_two_processes_stops_both(start_two, tmp_path, number
     (done,) = re.findall(r"stopped after half-round (\d+) of 40001", err)
     saved = {p.name for p in (tmp_path / "checkpoints").iterdir()}
     assert saved == {done, f"{done}.checksums"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("--config.base={}/base", "base=None, not '"),
+        ("--config.checkpoints={}/elsewhere", "checkpoints=False, not True"),
+        ("--extend", "--extend=False, not True"),
+    ],
+)
+def test_two_processes_with_different_flags_say_so(start_two, tmp_path, flag, named):
+    """Before one of them opens what the other does not know of."""
+    processes = start_two(tmp_path / "run", only=(flag.format(tmp_path),))
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        (line,) = (x for x in err.splitlines() if x.startswith("error: "))
+        assert "process 1 has another config than process 0" in line
+        assert named in line and process.returncode == exits.REFUSED
 
 
 STUCK = """

@@ -36,9 +36,9 @@ import jax.numpy as jnp
 from acco_jax.core.buffers import Arrays, Outgoing, Reduced, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, wide
-from acco_jax.core.microbatches import Count, whole_number
+from acco_jax.core.microbatches import Count, whole_number, whole_numbers
 from acco_jax.core.quantize import BITS, dequantize, dequantized_sum, quantize
-from acco_jax.core.select import masked
+from acco_jax.core.select import difference, masked
 
 
 class Residual(NamedTuple):
@@ -132,7 +132,9 @@ class Codec:
                 replica = layout.map(_moved, residual.replica, new)
                 residual = residual._replace(replica=replica)
             return residual, Outgoing(layout.join(point), whole)
-        away = layout.map(lambda f, x, r: x - f.on_wire(r), point, residual.replica)
+        away = layout.map(
+            lambda f, x, r: difference(x, f.on_wire(r)), point, residual.replica
+        )
         buffers = quantized(layout, layout.join(away, jnp.float32), self.gather_bits)
         step = layout.split(layout.on_buffers(_values(self.gather_bits))(buffers))
         replica = layout.map(_arrived, residual.replica, step, point)
@@ -299,6 +301,7 @@ def codecs(
       ValueError: an argument is not one of its choices.
     """
     bits: tuple[int | None, ...]
+    gather_bits, reduce_bits = map(whole_numbers, (gather_bits, reduce_bits))
     if isinstance(gather_bits, tuple | list):
         if len(gather_bits) != calls_per_step or calls_per_step != 2:
             raise ValueError(

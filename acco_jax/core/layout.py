@@ -473,10 +473,11 @@ class Layout:
                 return own
             if many:
                 return lax.psum(own, self.axis)
-            dtypes = [self.scalar] * len(own)
-            if states:  # which may be wider
+            dtypes = [jnp.promote_types(self.scalar, x.dtype) for x in own]
+            if states:
                 dtypes[-1] = own[-1].dtype
-            flat = [x.astype(dtypes[-1]).reshape(-1) for x in own]
+            widest = jnp.result_type(*dtypes)
+            flat = [x.astype(widest).reshape(-1) for x in own]
             ends = np.cumsum([x.size for x in own])
             sums = jnp.split(lax.psum(jnp.concatenate(flat), self.axis), ends[:-1])
             each = zip(sums, own, dtypes, strict=True)

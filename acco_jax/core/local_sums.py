@@ -13,7 +13,14 @@ from acco_jax.core.gradients import Accumulator
 from acco_jax.core.leaves import PyTree, Rng, check_floating
 from acco_jax.core.loss import counted, untraced
 from acco_jax.core.microbatches import Counts, differ
-from acco_jax.core.workers import axis_names, check_compiled, from_row, to_row
+from acco_jax.core.workers import (
+    axis_names,
+    check_compiled,
+    from_row,
+    on_mesh,
+    strong,
+    to_row,
+)
 
 
 def local_gradients(
@@ -87,6 +94,7 @@ def local_gradients(
     ) -> tuple[PyTree, jax.Array, PyTree]:
         check_compiled()
         batch = acc.place_batch(batch)
+        params, rng = on_mesh((strong(params), rng), mesh)
         if differ(counts):
             alone(params, batch, rng)
         return run(acc, params, batch, acc.place_counts(counts), rng)

@@ -61,6 +61,11 @@ def place_counts(
     given = counts if isinstance(counts, jax.Array) else np.asarray(counts)
     if not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"counts are {given.dtype}: they must be integers.")
+    if given.dtype == np.uint32:  # which would be clipped to numbers of microbatches
+        raise ValueError(
+            "counts are uint32, as the numbers of a jax.random.PRNGKey are: give a key "
+            "as rng, and counts in int32."
+        )
     if isinstance(given, jax.Array):
         return place(_clip(given, most), sharding)
     if given.min() < 0 or given.max() > most:

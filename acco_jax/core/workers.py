@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 PyTree = Any
 
@@ -116,6 +117,33 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
         return jax.make_array_from_callback(own.shape, sharding, lambda i: own[i])
 
     return jax.tree.map(one, tree, shardings)
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Return arrays without weak types, as `jnp.full(shape, 0.1)` has one.
+
+    A step returns none, so that its second call would be compiled anew.
+    """
+
+    def one(x: Any) -> Any:
+        weak = isinstance(x, jax.Array) and x.weak_type
+        return x.astype(x.dtype) if weak else x
+
+    return jax.tree.map(one, tree)
+
+
+def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Put arrays that are committed to other devices on the mesh, whole on each."""
+    devices = set(mesh.devices.flat)
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        if not x.committed or x.sharding.device_set == devices:
+            return x
+        return jax.device_put(x, NamedSharding(mesh, P()))
+
+    return jax.tree.map(one, tree)
 
 
 def to_row(tree: PyTree) -> PyTree:

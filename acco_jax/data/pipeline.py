@@ -10,6 +10,7 @@ from typing import Any
 
 import ml_collections
 import numpy as np
+from absl import logging
 
 from acco_jax.command.paths import expanded
 from acco_jax.data import beside, cache, corpora, records, tasks
@@ -500,6 +501,9 @@ def _begun(
 ) -> Tokenizer:
     """Return the tokenizer of a run that begins, with a copy of it alone."""
     path, names = workdir / FileTokenizer.file, set[str]()
+    all_names = (path.name, SentencePieceTokenizer.file, beside.CONFIG)
+    found = {workdir / x for x in all_names if (workdir / x).is_file()}
+    before = {file: file.read_bytes() for file in found}
     if config.tokenizer == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
     elif config.tokenizer == "bpe":
@@ -509,8 +513,13 @@ def _begun(
         given.save(workdir)
         names = {beside.CONFIG, given.file}
         tokenizer = given
-    for name in {path.name, SentencePieceTokenizer.file, beside.CONFIG} - names:
+    for name in {*all_names} - names:
         (workdir / name).unlink(missing_ok=True)
+    for file, content in before.items():
+        if not file.exists() or file.read_bytes() != content:
+            kept = file.with_name(f"{file.name}.before")
+            kept.write_bytes(content)
+            logging.warning("%s is of no run: it is %s now", file, kept.name)
     return tokenizer
 
 

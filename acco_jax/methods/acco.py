@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from acco_jax.core.buffers import InFlight, Reduced, Totals
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
-from acco_jax.core.select import choose, masked
+from acco_jax.core.select import choose, difference, masked
 from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
@@ -92,7 +92,7 @@ def advance(
     point = theta
     if extrapolation != 1:
         ahead = jax.tree.map(
-            lambda x, at: at + extrapolation * (x - at), theta, state.master
+            lambda x, at: at + extrapolation * difference(x, at), theta, state.master
         )
         point = choose(commit, theta, ahead)
     state = state._replace(
@@ -132,9 +132,9 @@ def acco(
       (n, *param.shape), row i the sum of worker i's microbatch gradients, and weight
       (n,), and returns updates in float32 (float64 for such parameters) relative to
       the params passed in: the next update undoes what else was done to those. `value`
-      reaches `inner` with these gradients. A negative weight raises a ValueError. A
-      jax.Array is not read: there a negative weight counts as 0, and its row is
-      ignored.
+      reaches `inner` with these gradients: give it in every call or in none. A
+      negative weight raises a ValueError. A jax.Array is not read: there a negative
+      weight counts as 0, and its row is ignored.
 
     Raises:
       ValueError: `extrapolation` is not positive and finite, `inner` is not an optax
@@ -156,7 +156,7 @@ def acco(
         state=AccoState,
         start=start,
         accumulate=accumulate,
-        advance=functools.partial(advance, extrapolation=extrapolation),
+        advance=functools.partial(advance, extrapolation=float(extrapolation)),
         delayed=True,
         calls_per_step=2,
     )

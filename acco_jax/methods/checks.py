@@ -262,6 +262,11 @@ def refuse_wrappers() -> None:
         module, code = _module(frame), frame.f_code
         if module.startswith("optax.") and not module.endswith("_test"):
             wrapper = code.co_qualname.split(".")[0]
+            if wrapper == "tree_map_params":
+                raise ValueError(
+                    "optax.tree_map_params does not see through a state that is packed "
+                    "and sharded: acco_jax.state_shardings has its arrays' shardings."
+                )
             if wrapper not in _HARMLESS:
                 raise ValueError(
                     f"this method cannot stand inside optax.{wrapper}: put {wrapper} "

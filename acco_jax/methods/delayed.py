@@ -26,7 +26,7 @@ from acco_jax.core.buffers import InFlight, Totals
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.microbatches import whole_number
-from acco_jax.core.select import choose
+from acco_jax.core.select import choose, difference
 from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
@@ -89,7 +89,7 @@ def advance(
         """Return where a step to `point` ends, and its update."""
         if not feedback:
             return point, before
-        update = jax.tree.map(jnp.subtract, point, at)
+        update = jax.tree.map(difference, point, at)
         further = jax.tree.map(
             lambda x, u, last: x + feedback * (u - last), point, update, before
         )
@@ -128,6 +128,7 @@ def _late(
             f"feedback is {feedback}: give 0 for none, or a positive number; 1 makes "
             "up for the whole change of the update."
         )
+    feedback = float(feedback)  # NumPy's would make float64 of the master weights
     step = functools.partial(advance, predict=predict, feedback=feedback, warmup=warmup)
     state = WpState if predict else DpuState
     begin = functools.partial(start, state=state, feedback=feedback)

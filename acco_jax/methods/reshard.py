@@ -10,6 +10,9 @@ the new devices. State that each of n workers has for itself goes to m workers s
     rows of local methods (parameters, states of   worker j has the mean over the i
     inner optimizers: means over the workers)      with floor(i m / n) = j, or a copy
                                                    of worker floor(j n / m)'s
+    weights                                        as gradients, or the copies of a
+                                                   worker share its weight equally
+    keys of random numbers                         as rows; a copy's are its own
 
 So G / W does not change. Nor does the mean of rows if m divides n or n divides m. What
 sparse methods with weighted=False have yet to send is averaged like rows: they divide
@@ -173,7 +176,8 @@ def moved(old: PyTree, new: PyTree, weighted: bool = True) -> PyTree:
 
             def own(a: InFlight) -> PyTree:
                 rows = _rows(source, a.buffers, a.whole)
-                return _summed((rows, a.weight, a.loss), target)
+                summed, loss = _summed((rows, a.loss), target)
+                return summed, _shared(a.weight, target), loss
 
             rows = a.weight, a.model_state
             states = _placed(target, lambda x: _states(target, *x), rows)
@@ -228,7 +232,7 @@ def _as(
     if (a.shape[:1], b.shape[:1]) != ((n,), (m,)) or a.shape[1:] != b.shape[1:]:
         raise ValueError(f"an array of shape {a.shape} should have {b.shape}.")
     if m > n:
-        return _placed(target, lambda a: a[np.arange(m) * n // m], a)
+        return _placed(target, lambda a: _copied(a, m), a)
     owner = np.arange(n) * m // n
     if not jnp.issubdtype(a.dtype, jnp.inexact):  # counts and keys: the first's
         first = np.unique(owner, return_index=True)[1]
@@ -240,6 +244,21 @@ def _as(
         return (total / sizes.astype(total.dtype)).astype(a.dtype)
 
     return _placed(target, mean, a)
+
+
+def _copied(a: jax.Array, m: int) -> jax.Array:
+    """Return rows for m workers; a copy's random numbers are not its original's."""
+    own = _originals(a.shape[0], m)
+    rows = a[own]
+    if a.ndim > 1 or not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        return rows
+    others = jax.vmap(jax.random.fold_in)(rows, np.arange(m))
+    return jnp.where(np.diff(own, prepend=-1) > 0, rows, others)
+
+
+def _originals(n: int, m: int) -> np.ndarray:
+    """Return whose copy each of m workers is, of n that are not more."""
+    return np.arange(m) * n // m
 
 
 def _placed(target: Layout, fn: Callable[[Any], PyTree], x: PyTree) -> PyTree:
@@ -258,7 +277,7 @@ def _states(target: Layout, weight: jax.Array, rows: PyTree) -> PyTree:
     """Return model states for other workers: weighted means, or copies."""
     n, m = weight.shape[0], target.workers
     if m >= n:
-        return jax.tree.map(lambda x: x[np.arange(m) * n // m], rows)
+        return jax.tree.map(lambda x: x[_originals(n, m)], rows)
     owner = np.arange(n) * m // n
     total = jax.ops.segment_sum(weight, owner, m)
     weight = jnp.where(total[owner] != 0, weight, 1)  # all of them where none has any
@@ -281,6 +300,15 @@ def _summed(rows: PyTree, target: Layout) -> PyTree:
         return jax.ops.segment_sum(wide(x), np.arange(k) * n // k, n).astype(x.dtype)
 
     return jax.tree.map(summed, rows)
+
+
+def _shared(weight: jax.Array, target: Layout) -> jax.Array:
+    """Return workers' weights (k,) as those of the target's (n,), of equal sum."""
+    n, k = target.workers, weight.shape[0]
+    if n <= k:
+        return _summed(weight, target)
+    own = _originals(k, n)
+    return weight[own] / np.bincount(own)[own].astype(weight.dtype)
 
 
 def _left_out(source: Layout, target: Layout, buffers: Arrays) -> PyTree:

@@ -24,9 +24,9 @@ from acco_jax.core.half_round import Inputs, Round, run
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, wide, with_shardings
 from acco_jax.core.model_state import check_state
-from acco_jax.core.select import choose, masked
+from acco_jax.core.select import choose, difference, masked
 from acco_jax.core.state import ShardedState, is_delayed
-from acco_jax.core.workers import check_compiled, place
+from acco_jax.core.workers import check_compiled, place, strong
 from acco_jax.methods import checks, method, optimizer, origins
 
 StateType = TypeVar("StateType", bound=type)
@@ -174,6 +174,7 @@ class ShardedPhase(NamedTuple):
     codec: Codec
 
 
+@jax.tree_util.register_static
 class ShardedMethod(optax.GradientTransformationExtraArgs):
     """An optax transformation whose optimizer state is sharded; a `Method`."""
 
@@ -214,6 +215,11 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, init, update)
         self.__dict__.update(attributes)
         return self
+
+    def __copy__(self, _: Any = None) -> Self:
+        return self  # a NamedTuple's copy would be made of init and update alone
+
+    __deepcopy__ = __copy__
 
     # ---- as a `Method`
 
@@ -288,7 +294,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             )
         self.check_state(state)
         checks.check_params(state.layout, params)
-        return place(params, state.layout.params_shardings)
+        return place(strong(params), state.layout.params_shardings)
 
     def check_state(self, state: object) -> None:
         """Raise a ValueError for a state of another method."""
@@ -483,7 +489,9 @@ def _plain_update(
     if tx.delayed:
         state = state._replace(in_flight=in_flight)
 
-    updates = jax.tree.map(lambda x, y: wide(x) - wide(y), received.params, params)
+    updates = jax.tree.map(
+        lambda x, y: difference(wide(x), wide(y)), received.params, params
+    )
     return updates, optimizer.in_place(layout, state)
 
 

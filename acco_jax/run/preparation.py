@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +41,7 @@ _BEGINNING = "base_checkpoint"  # of config.json
 STEERING = (
     "log_every", "eval_every", "eval_batches", "samples", "checkpoint_every",
     "compare_replicas_every", "form", "drop_nonfinite", "most_dropped_in_a_row",
-    "domains", "profile",
+    "domains", "profile", "tolerance",
 )  # fmt: skip
 
 
@@ -106,6 +105,24 @@ def check(config: ConfigDict) -> None:
     hooks.check(config)
 
 
+def check_same(config: ConfigDict, flags: Mapping[str, Any]) -> None:
+    """Raise a ValueError, on every process, if processes have another config or flags.
+
+    The first that they communicate once they share a workdir: all else that they say
+    to each other depends on the config.
+
+    Args:
+      config: as it was given.
+      flags: of the command, which processes must have in common.
+
+    Raises:
+      ValueError: with the first process that differs, and in what.
+    """
+    if jax.process_count() > 1:
+        given = json.loads(config.to_json_best_effort())
+        _check_same_config(given, steering_of(config) | dict(flags))
+
+
 def build(
     config: ConfigDict,
     workdir: Path,
@@ -115,7 +132,6 @@ def build(
     extend: bool | None = None,
     replay: Path | None = None,
     again: bool = False,
-    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Experiment:
     """Build the experiment of a config that `check` accepts.
 
@@ -127,7 +143,6 @@ def build(
       extend: as for `prepare`.
       replay: workdir of a run that this one repeats.
       again: whether an earlier attempt of the same command has checked the optimizer.
-      flags: of the command, which processes must have in common.
 
     Raises:
       ValueError: if the machine, the workdir or the data do not fit the config.
@@ -149,7 +164,7 @@ def build(
     prepared.own_workers(mesh)  # or a ValueError
     config = continuing.with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
-    corpus = _corpus(config, workdir, identity, grows, flags)
+    corpus = _corpus(config, workdir, identity, grows)
     stages.ended("data")
     config = _with_steps(config, workers, amounts, corpus)
     if extend is not None:
@@ -161,7 +176,7 @@ def build(
         )
         identity["extended"] = [list(pair) for pair in config.extended]
     samples.check(config, corpus.tokenizer)
-    trainable = _trainable(config, mesh, corpus, old)
+    trainable = _trainable(config, mesh, corpus, old, identity.get(_BEGINNING))
     checked = again and bool(old)  # by the attempt that recorded this run
     tx, step = _step(config, mesh, trainable, amounts, checked=checked)
     experiment = Experiment(
@@ -348,7 +363,6 @@ def _corpus(
     workdir: Path,
     identity: dict[str, Any],
     grows: Sequence[str],
-    flags: Mapping[str, Any],
 ) -> data.Corpus:
     """Return the corpus, which joins the identity.
 
@@ -359,7 +373,9 @@ def _corpus(
     corpus = data.load_corpus(fields, workdir=workdir, base=config.base)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
     if jax.process_count() > 1:
-        _check_same_config(identity, steering_of(config) | dict(flags))
+        weights = {"pretrained", "frozen", _BEGINNING, "adapters"}  # checked below
+        fields = {k: x for k, x in identity.items() if k not in weights}
+        _check_same_config(fields, steering_of(config))
         _check_same_text(corpus.checksum)
         _check_same_weights(identity)
     identity["corpus"] = {
@@ -394,9 +410,9 @@ def _check_same_config(identity: dict[str, Any], steering: dict[str, Any]) -> No
     own, others = json.loads(mine)
     field = differing_field(known, own) or next(
         (
-            f"{k}={x!r}, not {others[k]!r}"
+            f"{k}={x!r}, not {others.get(k)!r}"
             for k, x in steering.items()
-            if x != others[k]
+            if x != others.get(k)
         ),
         "",
     )
@@ -458,11 +474,16 @@ def _with_steps(
 
 
 def _trainable(
-    config: ConfigDict, mesh: Mesh, corpus: data.Corpus, old: dict[str, Any]
+    config: ConfigDict,
+    mesh: Mesh,
+    corpus: data.Corpus,
+    old: dict[str, Any],
+    base: dict[str, Any] | None,
 ) -> Trainable:
     """Return the model for a corpus, and how its parameters begin, or have begun.
 
-    `old` is what a begun run has recorded.
+    `old` is what a begun run has recorded, `base` the checkpoint of `base` that the
+    run begins at.
 
     Raises:
       ValueError: if the model does not fit the tokenizer, or its weights are missing.
@@ -484,7 +505,7 @@ def _trainable(
     if config.base and not _adapts(config):
         if known is not None:
             trained_runs.base_of(config, jax.eval_shape(init), known)
-        start = functools.partial(_from_base, config, old.get(_BEGINNING), start)
+        start = functools.partial(_from_base, config, base, start)
     if config.lora.init_from:
         architecture = models.transformer_config(config, corpus.tokenizer.vocab_size)
         start = functools.partial(adapters.load, config, architecture, homes)
@@ -494,7 +515,7 @@ def _trainable(
 def _from_base(
     config: ConfigDict, begun_at: dict[str, Any] | None, start: Callable[[], PyTree]
 ) -> PyTree:
-    """Return the parameters of `base`, of a begun run those that it began at."""
+    """Return the parameters of `base` at the checkpoint that the run begins at."""
     if begun_at is not None and trained_runs.base_identity(config) != begun_at:
         raise ValueError(
             f"base is {config.base}, whose newest checkpoint is not the one that this "

@@ -20,7 +20,7 @@ from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
-from acco_jax.core.workers import check_compiled, check_same, place
+from acco_jax.core.workers import check_compiled, check_same, on_mesh, place
 from acco_jax.methods import origins
 from acco_jax.methods.method import Method, is_state
 from acco_jax.methods.optimizer import pinned
@@ -220,8 +220,9 @@ class TrainStep:
             self._alone(params, batch, inputs.rng, model_state(args.state))
         if not isinstance(counts, jax.ShapeDtypeStruct):
             counts = self._gradients.place_counts(counts)
-        inputs = inputs._replace(batch=batch, counts=counts)
-        return args._replace(params=params, inputs=inputs)
+        rng, extra = on_mesh((inputs.rng, args.extra), self._tx.mesh)
+        inputs = inputs._replace(batch=batch, counts=counts, rng=rng)
+        return args._replace(params=params, inputs=inputs, extra=extra)
 
     def _may_differ(self, counts: Counts) -> bool:
         """Return whether workers may compute different numbers of microbatches."""
@@ -246,7 +247,7 @@ class TrainStep:
     def _donated(self, args: Arguments) -> Arguments:
         """Return the arguments, parameters and state copied where they share memory.
 
-        Arrays that the last call returned share none, and are not checked.
+        Arrays that the last call returned share none, and are not compared.
 
         Raises:
           ValueError: if an earlier call has taken the memory of one, or the parameters
@@ -257,6 +258,7 @@ class TrainStep:
         ours = {id(x): x for ref in self._returned if (x := ref()) is not None}
         ids = set(map(id, given))
         fresh = ids <= ours.keys() and ours.keys().isdisjoint(map(id, others))
+        fresh = fresh and not any(x.is_deleted() for x in given)
         if len(ids) == len(given) and fresh:
             return args
         _check_kept(params=args.params, state=args.state)

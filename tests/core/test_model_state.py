@@ -136,6 +136,24 @@ def test_reshard_keeps_the_mean_and_a_copied_state_goes_on_bitwise(mesh):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.parametrize("more", [6, 8])
+def test_more_workers_have_the_same_weighted_mean(more, mesh):
+    def acco(mesh):
+        return acco_jax.acco(optax.sgd(0.1), mesh=mesh)
+
+    def mean(state):
+        weight, rows = state.in_flight.weight, state.in_flight.model_state["var"]
+        return np.asarray(weight) @ np.asarray(rows) / np.sum(weight)
+
+    step = acco_jax.make_train_step(loss_fn, acco(mesh), microbatches=HELD)
+    params, state = begin(acco(mesh))
+    counts = np.arange(WORKERS) % HELD + 1
+    params, state, _ = step(params, state, batches(1)[0], counts)
+    wider = jax.make_mesh((more,), ("data",), devices=jax.devices()[:more])
+    moved = acco_jax.reshard((params, state), acco(wider))[1]
+    np.testing.assert_allclose(mean(moved), mean(state), rtol=1e-5)
+
+
 @pytest.mark.fast("adaptive", "warmup")
 @pytest.mark.parametrize("kind", ["adaptive", "balanced", "warmup"])
 def test_counts_that_are_found_and_a_warm_up_carry_it(kind, mesh):

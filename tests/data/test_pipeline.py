@@ -202,6 +202,19 @@ def test_only_a_run_keeps_the_bpe_of_other_documents(
     assert data.BpeTokenizer.load(work / "tokenizer.json").fingerprint == found
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_a_tokenizer_that_was_there_before_is_kept(config, tmp_path, kind):
+    """It may be the user's own, as the workdir is none of a run."""
+    config.update(tokenizer=kind, vocab_size=280 if kind == "bpe" else None)
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        data.load_corpus(config, workdir=tmp_path)
+        for name in ("tokenizer.json", "tokenizer.model"):
+            assert (tmp_path / f"{name}.before").read_text() == "mine"
+    assert (tmp_path / "tokenizer.json").exists() == (kind == "bpe")
+
+
 def test_standard_library(config, tmp_path, capfd):
     with config.unlocked():
         config.update(name="stdlib", path=None, held_out=0.05)

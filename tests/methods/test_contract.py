@@ -505,3 +505,95 @@ def test_a_leaf_that_nothing_divides_under_an_optimizer_without_state(types):
     params, state = acco_jax.start(tx, params)
     params, state, _ = step(params, state, np.ones((4, 1), np.float32))
     np.testing.assert_allclose(params["w"], 0.9, rtol=1e-6)
+
+
+INFINITE = {
+    "looks ahead": ("acco", {"extrapolation": 1.15}),
+    "feedback": ("dpu", {"feedback": 1.0}),
+    "predicted": ("wp", {"feedback": 0.5}),
+    "few bits": ("acco", {"gather_bits": 8}),
+    "outer": ("diloco", {}),
+    "fragments": ("streaming_diloco", {"bits": 8}),
+    "neighbours": ("gossip", {}),
+    "sparse": ("sparseloco", {}),
+    "delayed outer": ("co2", {}),
+}
+
+
+def masked_problem():
+    """(parameters, an optimizer that leaves their additive mask, a loss)."""
+    w = jnp.arange(9.0).reshape(3, 3) / 9
+    params = {"w": w, "mask": jnp.array([0, 0, -jnp.inf])}
+
+    def loss_fn(params, batch, rng):
+        return jnp.mean(jax.nn.softmax(batch @ params["w"] + params["mask"]) ** 2)
+
+    parts = {"train": optax.adam(0.1), "keep": optax.set_to_zero()}
+    labels = {"w": "train", "mask": "keep"}
+    return params, optax.multi_transform(parts, labels), loss_fn
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_an_entry_that_is_infinite_stays(name):
+    params, inner, loss = masked_problem()
+    name, options = INFINITE[name]
+    tx = method(name, inner, **options)
+    step, mask = step_of(tx, loss), np.asarray(params["mask"])
+    params, state = acco_jax.start(tx, params)
+    for seed in range(5):
+        params, state, metrics = step(params, state, batch_for(tx, seed))
+        assert seed == 0 or np.isfinite(metrics["loss"])
+    held = acco_jax.committed_params(state, params)
+    np.testing.assert_array_equal(held["mask"], mask)
+    assert np.isfinite(held["w"]).all()
+
+
+@pytest.mark.parametrize("name", ["acco", "zero1"])
+def test_an_update_leaves_an_infinite_entry(name):
+    params, inner, loss = masked_problem()
+    tx = method(name, inner)
+    gradients = acco_jax.local_gradients(loss, mesh=tx.mesh, microbatches=1)
+    state, begun = tx.init(params), params
+    for seed in range(3):
+        grads, weight, _ = gradients(params, batch_for(tx, seed))
+        updates, state = tx.update(grads, state, params, weight=weight)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(params["mask"], begun["mask"])
+    assert np.isfinite(params["w"]).all()
+    assert not np.array_equal(params["w"], begun["w"])
+
+
+@pytest.mark.parametrize("name", ["acco", "fused_zero1", "diloco"])
+def test_a_method_is_its_own_copy(name):
+    from flax.training import train_state
+
+    tx = method(name)
+    assert copy.copy(tx) is copy.deepcopy(tx) is tx
+    held = {"tx": tx, "x": 1}
+    assert jax.tree.map(lambda x: x, held) == held
+    if name != "diloco":  # which is no optax transformation
+        made = train_state.TrainState.create(apply_fn=None, params=theta(), tx=tx)
+        assert copy.deepcopy(made).tx is tx
+
+
+@pytest.mark.parametrize("kind", ["arrays", "keys"])
+def test_what_lies_on_one_device_is_moved(kind):
+    """As a checkpoint's arrays do that were restored without shardings."""
+    tx = method("acco", optax.adam(0.1))
+    here = jax.devices()[0]
+
+    def loss(params, batch, rng):
+        return loss_fn(params, batch, rng) * (1 + jax.random.uniform(rng))
+
+    params, rng = jax.device_put((theta(), jax.random.key(1)), here)
+    if kind == "keys":
+        step = step_of(tx, loss)
+        ends = [
+            step(*acco_jax.start(tx, theta()), batch_for(tx), rng=key)[:2]
+            for key in (jax.random.key(1), rng)
+        ]
+    else:
+        run = acco_jax.local_gradients(loss, mesh=tx.mesh, microbatches=1)
+        given = (theta(), jax.random.key(1)), (params, rng)
+        ends = [run(x, batch_for(tx), rng=key) for x, key in given]
+    chex.assert_trees_all_equal(*ends)

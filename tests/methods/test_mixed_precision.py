@@ -123,14 +123,16 @@ def _is_shape(s):
 def test_a_wider_wire():
     """Sums that float32 would round cross the network in float64."""
     tx = acco_jax.acco(optax.sgd(1.0), mesh=make_mesh(4), comm_dtype=jnp.float64)
-    theta = {"w": np.zeros((16, 8), np.float32)}
+    shapes = {"w": (16, 8), "whole": (3,)}
+    theta = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     state, update = tx.init(theta), jax.jit(tx.update)
-    row = np.array([1, 2.0**-30, -1, 2.0**-31]).reshape(4, 1, 1)
-    g = {"w": np.broadcast_to(row, (4, 16, 8)).copy()}
+    row = np.array([1, 2.0**-30, -1, 2.0**-31])
+    g = {k: np.multiply.outer(row, np.ones(shape)) for k, shape in shapes.items()}
     _, state = update(g, state, theta, weight=np.full(4, 0.25))
     updates, state = update(g, state, theta)
-    np.testing.assert_array_equal(updates["w"], np.float32(-(2.0**-30) - 2.0**-31))
-    assert updates["w"].dtype == np.float32
+    for x in updates.values():
+        np.testing.assert_array_equal(x, np.float32(-(2.0**-30) - 2.0**-31))
+        assert x.dtype == np.float32
 
 
 def test_a_wire_for_leaves_of_different_master_dtypes():

@@ -176,6 +176,22 @@ def test_workers_of_local_methods_are_averaged(name):
         mean = means(theta, state)
 
 
+def test_a_copied_worker_mixes_as_its_original():
+    """Of streaming_diloco: its fragment is in flight when the workers double."""
+    options = {"local_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.5}
+    made = None
+    for n in (2, 4):
+        tx = method("streaming_diloco", (n,), **options)
+        made = acco_jax.reshard(made, tx) if made else acco_jax.start(tx, params())
+        step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+        x = np.random.default_rng(1).normal(size=n * tx.steps_per_call)
+        counts = None if n == 2 else np.zeros(n, np.int32)
+        made = step(*made, {"x": x}, counts)[:2]
+    for x in jax.tree.leaves(made[0]):
+        np.testing.assert_allclose(x[::2], x[1::2], rtol=1e-12)
+    assert np.abs(made[0]["a"][0] - made[0]["a"][2]).max() > 0
+
+
 @pytest.mark.fast("True")
 @pytest.mark.parametrize("weighted", [True, False])
 def test_what_sparse_methods_have_yet_to_send_is_kept(weighted):

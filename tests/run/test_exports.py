@@ -161,6 +161,8 @@ def test_what_cannot_be_exported_is_refused(adapted, saved, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "load_run", lambda *_, **__: run)
         refused("has a value beyond float16", adapted, tmp_path / "out", "float16")
+        run.params["ln_f"]["scale"] *= np.float32(np.nan)
+        refused("not finite: export an earlier", adapted, tmp_path / "out", "float16")
     assert sorted(tmp_path.iterdir()) == folders_before
 
 

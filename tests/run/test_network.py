@@ -60,13 +60,13 @@ def test_says_that_root_is_needed(monkeypatch):
     [
         (0.0004, "rate 400bit burst 16000 "),
         (20, "rate 20000000bit burst 16000 "),
-        (200, "rate 200000000bit burst 25000 "),
-        (10_000, "rate 10000000000bit burst 1250000 "),
+        (200, "rate 200000000bit burst 37500 "),
+        (10_000, "rate 10000000000bit burst 1875000 "),
     ],
 )
-def test_an_idle_link_sends_a_millisecond_at_once(monkeypatch, mbit, shape):
+def test_an_idle_link_sends_little_at_once(monkeypatch, mbit, shape):
     ran = []
-    monkeypatch.setattr(network, "_run", lambda command: ran.append(command) or "")
+    monkeypatch.setattr(network, "_run", lambda command, *_: ran.append(command) or "")
     network.Network(2, Path("/nonexistent")).set_rate(mbit)
     assert all(f"root tbf {shape}" in command for command in ran[-2:])
 
@@ -94,6 +94,7 @@ began = time.perf_counter()
 connection.sendall(bytes(int(sys.argv[2])))
 connection.recv(1)
 print(time.perf_counter() - began)
+print(open("/sys/class/net/eth0/statistics/tx_packets").read())
 """
 
 
@@ -108,9 +109,14 @@ def test_a_link_has_its_rate_from_the_first_bytes_on():
         try:
             assert receiver.stdout.readline() == b"ready\n"
 
-            def seconds(size):
+            def sent(size):
+                """(seconds, packets of the link so far)"""
                 sender = [sys.executable, "-c", SENDER, net.address(0), str(size)]
-                return float(subprocess.check_output(net.command(1, sender)))
+                words = subprocess.check_output(net.command(1, sender)).split()
+                return float(words[0]), int(words[1])
+
+            def seconds(size):
+                return sent(size)[0]
 
             assert seconds(200_000) >= 0.07  # 0.08 at 20 Mbit/s
             for mbit in (200, 800):
@@ -121,6 +127,11 @@ def test_a_link_has_its_rate_from_the_first_bytes_on():
                     if reached >= 0.9 * mbit:
                         break
                 assert 0.9 * mbit <= reached <= 1.05 * mbit  # headers: 4 %
+            for mbit in (150, 300, 500):  # single frames take a core
+                net.set_rate(mbit)
+                before = sent(1)[1]
+                packets = sent(40_000_000)[1] - before
+                assert packets < 40_000_000 / 1448 / 4
         finally:
             receiver.kill()
             receiver.communicate()

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import types
+from pathlib import Path
 
 import chex
 import jax
@@ -99,6 +101,7 @@ def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
         ({"mesh.fsdp": 2}, "mesh.fsdp=1, not 2"),
         ({"domains": 2}, "domains=None, not 2"),
         ({"profile": "2:3"}, "profile=None, not '2:3'"),
+        ({"tolerance": 5.0}, r"tolerance=.*, not 5\.0"),
         ({"checkpoints": "/elsewhere"}, "checkpoints=False, not True"),
         ({"memory_copies": ""}, "memory_copies=True, not False"),
         ({"memory_copies": "/elsewhere"}, ""),
@@ -130,6 +133,25 @@ def test_processes_with_other_flags_are_refused(tiny, monkeypatch):
     monkeypatch.setattr(processes, "all_bytes", lambda data: [b"", data])
     with pytest.raises(ValueError, match=r"--stop_after=None, not 200\)"):
         preparation._check_same_config(identity, steering | {"--stop_after": 200})
+
+
+def test_other_weights_are_not_called_another_config(tiny, monkeypatch):
+    """What differs is a file; all processes may have the same flags."""
+    config = tiny()
+    identity = json.loads(config.to_json_best_effort())
+    known = json.dumps([identity, preparation.steering_of(config)]).encode()
+    monkeypatch.setattr(processes, "bytes_from", lambda source, data: known)
+    monkeypatch.setattr(processes, "all_bytes", lambda data: [b"", data])
+    monkeypatch.setattr(processes, "gathered", lambda x: np.stack([x, x + 1]))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    corpus = types.SimpleNamespace(checksum=1)
+    monkeypatch.setattr(preparation.data, "load_corpus", lambda *_, **__: corpus)
+    monkeypatch.setattr(preparation.pretrained, "check_tokens", lambda *_: None)
+    monkeypatch.setattr(preparation, "_check_same_text", lambda checksum: None)
+    corpus.tokenizer = types.SimpleNamespace(end_of_text=0)
+    other = identity | {"base_checkpoint": {"half_round": 3}}
+    with pytest.raises(ValueError, match="is not the same model for all processes"):
+        preparation._corpus(config, Path("work"), other, ())
 
 
 def test_processes_with_other_text_are_refused(monkeypatch):

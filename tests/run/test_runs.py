@@ -164,6 +164,13 @@ def test_a_run_knows_at_which_checkpoint_of_its_base_it_begins(saved, tiny, tmp_
     first = prepared()
     known = first.identity["base_checkpoint"]
     assert known["half_round"] == 4
+    first.start()
+    for path in (base / "checkpoints").glob("4*"):  # meanwhile
+        path.rename(tmp_path / path.name)
+    with pytest.raises(ValueError, match="is not the one that this run began at"):
+        first.start()
+    for path in tmp_path.glob("4*"):
+        path.rename(base / "checkpoints" / path.name)
     preparation.record(first)
     for path in (base / "checkpoints").glob("4*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

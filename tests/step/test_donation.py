@@ -213,6 +213,19 @@ def test_what_a_failed_call_took_is_named(form, monkeypatch):
         step(params, state, batch_for(tx))
 
 
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_what_another_step_took_is_named(form):
+    """The arrays are those that this step has returned last."""
+    tx = method("acco")
+    one, other = (
+        acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form) for _ in "ab"
+    )
+    params, state, _ = one(*acco_jax.start(tx, separate()), batch_for(tx))
+    other(params, state, batch_for(tx))
+    with pytest.raises(ValueError, match="was given to an earlier call"):
+        one(params, state, batch_for(tx))
+
+
 @pytest.mark.parametrize("method", ["acco", "dpu"])
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_parameters_are_read_before_they_are_overwritten(method, microbatches):

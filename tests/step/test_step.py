@@ -247,13 +247,15 @@ def test_compiled_ahead_is_not_compiled_again(method, form, caplog):
         return jnp.mean((microbatch @ params) ** 2)
 
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
-    params = jax.device_put(jnp.ones((3, 2)), jax.NamedSharding(mesh, jax.P()))
+    params = jax.device_put(jnp.full((3, 2), 1.0), jax.NamedSharding(mesh, jax.P()))
+    assert params.weak_type  # which no step returns
     state = tx.init(params)
     batch = np.ones((4, 3), np.float32)
     step.compile(params, state, batch)
     with jax.log_compiles(), caplog.at_level("WARNING"):
         jax.jit(lambda x: x + 1)(batch)  # the log works
-        params, state, _ = step(params, state, batch)
+        for _ in range(3):
+            params, state, _ = step(params, state, batch)
     ours = ("run_call", "computed", "exchanged")
     done = [m for m in caplog.messages if "Finished XLA compilation" in m]
     assert any("lambda" in m for m in done)

@@ -219,7 +219,11 @@ class GossipRound(LocalRound[GossipState]):
     def conclude(
         self, rows: PyTree, rest: GossipState, progress: LocalProgress, received: Mixing
     ) -> tuple[PyTree, GossipState]:
-        theta = jax.tree.map(jnp.add, progress.theta, received[-1])
+
+        def mixed(x: jax.Array, change: jax.Array) -> jax.Array:
+            return jnp.where(jnp.isinf(x), x, x + change)  # a mask's stay as they are
+
+        theta = jax.tree.map(mixed, progress.theta, received[-1])
         master = None if rest.master is None else theta
         state = rest._replace(inner=progress.inner, master=master)
         return local_method.narrowed(rest.layout, theta), state

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from acco_jax.core.leaves import PyTree, Rng, wide, with_shardings
 from acco_jax.core.microbatches import whole_number
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import State, StateT
-from acco_jax.core.workers import from_row, over_data, place, to_row
+from acco_jax.core.workers import from_row, over_data, place, strong, to_row
 from acco_jax.methods import checks, origins
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.method import find_state, is_state
@@ -340,6 +340,11 @@ class LocalMethod:
     calls_per_step = 1
     warmup = 0
 
+    def __copy__(self, _: Any = None) -> Self:
+        return self  # it never changes
+
+    __deepcopy__ = __copy__
+
     def __getattr__(self, name: str) -> Any:
         why = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name in ("init", "update"):
@@ -402,7 +407,7 @@ class LocalMethod:
         self._check_inner(layout, state)
         check_rows(layout, params)
         check_dtypes(layout, params)
-        return place(params, layout.grads_shardings)
+        return place(strong(params), layout.grads_shardings)
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
         if extra:

@@ -27,6 +27,7 @@ from acco_jax.core.buffers import InFlight
 from acco_jax.core.exchange import Exchange, ExchangeRound, Received
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.select import difference
 from acco_jax.core.state import ShardedState
 from acco_jax.core.workers import over_data, to_row
 from acco_jax.methods.local import local_method
@@ -80,7 +81,7 @@ def differences(
 
     def local(weight: jax.Array, origin: PyTree, theta: PyTree) -> PyTree:
         def one(a: jax.Array, b: jax.Array) -> jax.Array:
-            return weight[0].astype(b.dtype) * (a.astype(b.dtype) - b)
+            return weight[0].astype(b.dtype) * difference(a.astype(b.dtype), b)
 
         if origin_spec == P():
             origin = to_row(origin)

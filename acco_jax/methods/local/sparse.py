@@ -35,7 +35,7 @@ from acco_jax.core.half_round import Hop
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.microbatches import whole_numbers
-from acco_jax.core.select import choose
+from acco_jax.core.select import choose, difference
 from acco_jax.core.workers import over_data
 from acco_jax.methods.checks import checked_update
 from acco_jax.methods.local import local_method
@@ -306,7 +306,7 @@ class SparseRound(LocalRound[SparseState]):
 
             def moved(x: jax.Array, theta: jax.Array, e: jax.Array) -> jax.Array:
                 before = jnp.where(counts, self.decay * e[0], e[0])
-                return weight[0].astype(e.dtype) * (x - theta[0]) + before
+                return weight[0].astype(e.dtype) * difference(x, theta[0]) + before
 
             u = jax.tree.leaves(jax.tree.map(moved, x, theta, error))
             words: list[jax.Array] = []

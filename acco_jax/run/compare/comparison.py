@@ -348,11 +348,12 @@ def _check_folder(folder: Path, config: ConfigDict) -> None:
     path, new = folder / "config.json", json.loads(config.to_json_best_effort())
     if not path.exists():
         return
-    old, batches = read_object(path), new["eval_batches"]
+    old = read_object(path)
     if config.method == "auto":
         if old.get("method") == "acco" and config.first_half == "auto":
             new = json.loads(fields.with_quarters(config).to_json_best_effort())
         new = {name: value for name, value in new.items() if name not in CHOSEN}
+    batches = new["eval_batches"]
     field = differing_field(old, old | new)
     if _begun(folder) and (was := old.get("eval_batches", batches)) != batches:
         field = field or f"eval_batches={was!r:.60}, not {batches}"

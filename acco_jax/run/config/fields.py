@@ -294,7 +294,8 @@ def with_first_half(config: ConfigDict, first: int | str) -> ConfigDict:
 def with_quarters(config: ConfigDict) -> ConfigDict:
     """Return the config with a first half of a quarter, if its rows can be divided so.
 
-    A step of less than four microbatches gets more, smaller ones, of as many rows.
+    A step of less than four microbatches gets more, smaller ones, of as many rows, and
+    an evaluation more, smaller batches.
     """
     config = config.copy_and_resolve_references()
     least = 2 * config.mesh.fsdp  # rows that can be halved
@@ -305,6 +306,7 @@ def with_quarters(config: ConfigDict) -> ConfigDict:
     ):
         config.microbatches_per_step *= 2
         config.microbatch_size //= 2
+        config.eval_batches *= 2
     per_step = config.microbatches_per_step
     first = first_half.first_halves(per_step)[0]
     return with_first_half(config, first if first < per_step else "auto")

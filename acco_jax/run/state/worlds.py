@@ -118,8 +118,11 @@ class WorldsReplay:
         """
         old = read_object(self.folder / "config.json")
         if field := differing_field(old, old | identity):
+            remedy = "use the same config"
+            if field.startswith("base_checkpoint"):
+                remedy = "base has another newest checkpoint now: restore that one"
             raise ValueError(
-                f"--replay={self.folder} is of a run with {field}: use the same config."
+                f"--replay={self.folder} is of a run with {field}: {remedy}."
             )
         if not (found := recorded(self.folder)):
             raise ValueError(f"--replay={self.folder} has no {FILE}: name a run's.")

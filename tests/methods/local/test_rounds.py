@@ -452,15 +452,21 @@ def test_a_schedule_free_optimizer_is_rejected():
         acco_jax.start(tx, {"w": jnp.ones(2)})
 
 
-def test_workers_draw_noise_of_their_own():
-    """The mean of n workers' noise has 1 / n of its variance."""
+@pytest.mark.parametrize("began", [4, 1, 3])
+def test_workers_draw_noise_of_their_own(began):
+    """The mean of n workers' noise has 1 / n of its variance, also of copied ones."""
     workers, size = 4, 2**12
-    tx = acco_jax.diloco(
-        optax.noisy_sgd(1.0, eta=1.0, gamma=0.0, key=0),
-        mesh=make_mesh(workers), local_steps=1,
-        outer_learning_rate=1.0, outer_momentum=0.0,
-    )  # fmt: skip
-    params, state = acco_jax.start(tx, {"w": jnp.zeros(size)})
+
+    def diloco(n):
+        return acco_jax.diloco(
+            optax.noisy_sgd(1.0, eta=1.0, gamma=0.0, key=0),
+            mesh=make_mesh(n), local_steps=1,
+            outer_learning_rate=1.0, outer_momentum=0.0,
+        )  # fmt: skip
+
+    tx = diloco(workers)
+    made = acco_jax.start(diloco(began), {"w": jnp.zeros(size)})
+    params, state = acco_jax.reshard(made, tx) if began < workers else made
     loss = lambda p, batch, rng: 0 * p["w"].sum() + 0 * batch.sum()  # noqa: E731
     step = acco_jax.make_train_step(loss, tx, microbatches=1)
     params, state, _ = step(params, state, np.ones((workers, 1)))
