@@ -473,10 +473,11 @@ class Layout:
                 return own
             if many:
                 return lax.psum(own, self.axis)
-            dtypes = [jnp.promote_types(self.scalar, x.dtype) for x in own]
+            wider = functools.partial(max, key=lambda dtype: jnp.dtype(dtype).itemsize)
+            dtypes = [wider(self.scalar, x.dtype) for x in own]
             if states:
                 dtypes[-1] = own[-1].dtype
-            widest = jnp.result_type(*dtypes)
+            widest = wider(dtypes)
             flat = [x.astype(widest).reshape(-1) for x in own]
             ends = np.cumsum([x.size for x in own])
             sums = jnp.split(lax.psum(jnp.concatenate(flat), self.axis), ends[:-1])
