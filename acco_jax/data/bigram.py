@@ -21,9 +21,10 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
         p(y)     = (c(y) + t / V) / (c + t)
         p(y | x) = (c(x, y) + t(x) p(y)) / (c(x) + t(x))
 
-    The targets are those of `validation_batches`, ends of text included. For
-    instructions they are answers, for conversations the assistant's turns, and the
-    bigram is counted on these too. Of the training tokens the first 134 million count.
+    The targets are all held-out ones, ends of text included, also those of examples
+    that `validation_batches` cuts or leaves out. For instructions they are answers, for
+    conversations the assistant's turns, and the bigram is counted on these too. Of the
+    training tokens the first 134 million count.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C,
     interpolated as in Chen and Goodman, "An empirical study of smoothing techniques

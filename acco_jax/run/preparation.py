@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
-from acco_jax.command import heartbeat, stages
+from acco_jax.command import exits, heartbeat, stages
 from acco_jax.command.files import read_object, write_whole
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.groups import data_axes, members
@@ -515,9 +515,19 @@ def _trainable(
 def _from_base(
     config: ConfigDict, begun_at: dict[str, Any] | None, start: Callable[[], PyTree]
 ) -> PyTree:
-    """Return the parameters of `base` at the checkpoint that the run begins at."""
-    if begun_at is not None and trained_runs.base_identity(config) != begun_at:
-        raise ValueError(
+    """Return the parameters of `base` at the checkpoint that the run begins at.
+
+    Raises:
+      exits.Damaged: it is gone, or another one is the newest: no process is at fault.
+    """
+    if begun_at is None:
+        return start()
+    try:
+        here = trained_runs.base_identity(config)
+    except ValueError as error:
+        raise exits.Damaged(str(error)) from error
+    if here != begun_at:
+        raise exits.Damaged(
             f"base is {config.base}, whose newest checkpoint is not the one that this "
             "run began at, and the run has none of its own: use another workdir."
         )

@@ -13,6 +13,7 @@ from optax import softmax_cross_entropy_with_integer_labels
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 import acco_jax
+from acco_jax.command import exits
 from acco_jax.models import attention, head, lora, transformer
 from acco_jax.run import load_run, loop, preparation
 from acco_jax.run.observe import metrics
@@ -167,7 +168,7 @@ def test_a_run_knows_at_which_checkpoint_of_its_base_it_begins(saved, tiny, tmp_
     first.start()
     for path in (base / "checkpoints").glob("4*"):  # meanwhile
         path.rename(tmp_path / path.name)
-    with pytest.raises(ValueError, match="is not the one that this run began at"):
+    with pytest.raises(exits.Damaged, match="is not the one that this run began at"):
         first.start()
     for path in tmp_path.glob("4*"):
         path.rename(base / "checkpoints" / path.name)
@@ -180,7 +181,10 @@ def test_a_run_knows_at_which_checkpoint_of_its_base_it_begins(saved, tiny, tmp_
         again.start()
     fresh = preparation.prepare(config, tmp_path / "other", jax.devices()[:1])
     assert fresh.identity["base_checkpoint"]["half_round"] == 2
-    shutil.rmtree(base)  # a run that has begun needs it no more
+    shutil.rmtree(base)
+    with pytest.raises(exits.Damaged, match="holds no run"):
+        again.start()
+    # a run that has begun needs it no more
     assert prepared().identity["base_checkpoint"] == known
 
 
