@@ -1,6 +1,7 @@
 """Seconds, tokens and bytes to one loss, of every method on links of several speeds.
 
     python benchmarks/network_map.py --workdir=DIR [--seeds=3] [--json=FILE] [--quick]
+    python benchmarks/network_map.py --goals=FILE [--json=FILE]
     python benchmarks/network_map.py --table=FILE
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Both parts train a GPT-Neo of 0.27M
@@ -18,7 +19,8 @@ takes RATIOS of its computation. The interface counts the bytes.
 Seconds to the loss are the product: steps, by seed, times the median of a step's
 seconds. Starting, compiling and evaluating are not counted.
 
-The training is continued where it ended; finished runs are not repeated.
+The training is continued where it ended; finished runs are not repeated. --goals takes
+the steps of an earlier report, and measures times alone.
 """
 
 import argparse
@@ -374,6 +376,7 @@ def main() -> int:
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--goals", type=pathlib.Path, help="a report: do not train")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--table", type=pathlib.Path, help="print the table of this")
     args = parser.parse_args()
@@ -382,16 +385,20 @@ def main() -> int:
         draw(report)
         print(printed(report))
         return 0
-    if not args.workdir:
+    if not args.workdir and not args.goals:
         parser.error("--workdir is needed to train")
     if reason := network.why_not():
         print(f"error: {reason}", file=sys.stderr)
         return 2
-    methods = [entry.name for entry in comparison.parse(args.methods)]
-    if "zero1" not in methods or not METHODS.keys() >= {*methods}:
-        parser.error(f"--methods are zero1 and any of {', '.join(METHODS)}")
-    train(args, methods)
-    report = {"goals": goals(args.workdir, methods)}
+    if args.goals:
+        report = {"goals": json.loads(args.goals.read_text())["goals"]}
+        methods = [*report["goals"][0]["steps"]]
+    else:
+        methods = [entry.name for entry in comparison.parse(args.methods)]
+        if "zero1" not in methods or not METHODS.keys() >= {*methods}:
+            parser.error(f"--methods are zero1 and any of {', '.join(METHODS)}")
+        train(args, methods)
+        report = {"goals": goals(args.workdir, methods)}
     with tempfile.TemporaryDirectory() as place:
         report |= timed(methods, args, pathlib.Path(place))
     if args.json:

@@ -64,6 +64,7 @@ SIZES = {
 }
 CHECKS = "{}-check.jsonl"  # the rows of --check, for each size
 CHECKED = 20  # steps of a trajectory
+WARM = 3  # steps that are not timed, at least
 
 
 class Method(NamedTuple):
@@ -365,30 +366,32 @@ def measure(
     tokens = rows * bench.model["max_length"]
     period = METHODS[name].period
     steps = -(-args.steps // period) * period
+    found: list[Row] = []
     with bench.launched(name) as workers:
-        # the first steps still ask for memory, acco's for the most
-        ask(workers, steps=2 * period, first=args.microbatches // 2)
-        peak = max(ask(workers, peak=True))
-        ask(workers, compute=1)
-        ask(workers, steps=period, first=args.microbatches // 2)
+        # the first steps ask for memory, acco's for the most
+        ask(workers, steps=-(-WARM // period) * period, first=args.microbatches // 2)
         for ratio in ratios:
             mbit = rate(calibration, ratio)
             workers.set_rate(mbit)
             first = first_half(args.microbatches, ratio)
             others = common.busy_seconds() - workers.cpu_seconds()
             begin = time.perf_counter()
-            computed = ask(workers, compute=1)
-            found = ask(workers, steps=steps, first=first)
+            answers = ask(workers, steps=steps, first=first)
             others = common.busy_seconds() - workers.cpu_seconds() - others
-            log.add({
+            found.append({
                 "kind": "sample", "ratio": ratio, "method": name,
                 "repetition": repetition, "rate_mbit": mbit, "tokens": tokens,
-                "seconds": slowest(found) / steps, "compute": slowest(computed),
-                "bytes": payload(found) / steps, "peak": peak,
-                "cpu": sum(x["cpu"] for x in found) / steps, "first": first,
+                "seconds": slowest(answers) / steps,
+                "bytes": payload(answers) / steps,
+                "cpu": sum(x["cpu"] for x in answers) / steps, "first": first,
                 "others": others / (time.perf_counter() - begin),
                 "load": os.getloadavg()[0],
             })  # fmt: skip
+        peak = max(ask(workers, peak=True))
+        ask(workers, compute=1)  # asks for memory, too
+        compute = statistics.fmean(slowest(ask(workers, compute=1)) for _ in range(2))
+    for row in found:
+        log.add(row | {"compute": compute, "peak": peak})
 
 
 def run(bench: Bench, log: Log, names: Sequence[str]) -> bool:
@@ -522,8 +525,8 @@ process times a sample of at least {steps} step(s). Ratios are medians of ratios
 a repetition, with quartiles, of {repetitions} repetitions.
 
 - **own compute**: the same gradients and AdamW steps in each process, without
-  communication. Kernels differ between the stacks, so times are compared as multiples
-  of it.
+  communication, in the same launch. Kernels differ between the stacks, so times are
+  compared as multiples of it.
 - **own limit**: the longer of own compute and of the bytes sent at the link's rate. For
   synchronous methods also the sum of both. A process's one core also copies what is
   sent, which the limit does not count.

@@ -1,6 +1,5 @@
 """Local gradients for the user's own training loop, beside a method's `update`."""
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from acco_jax.core.collectives import Alone
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.leaves import PyTree, Rng, check_floating
 from acco_jax.core.loss import counted, untraced
-from acco_jax.core.microbatches import Counts, differ
+from acco_jax.core.microbatches import Counts, differ, whole_number
 from acco_jax.core.workers import (
     axis_names,
     check_compiled,
@@ -62,11 +61,8 @@ def local_gradients(
     Raises:
       ValueError: no such mesh axis, a batch that does not divide, counts out of range.
     """
-    given: Any = microbatches
-    if not isinstance(given, numbers.Integral) or given < 1:
-        raise ValueError(
-            f"microbatches is {microbatches!r}: give an integer of at least 1."
-        )
+    remedy = "give an integer of at least 1."
+    microbatches = whole_number("microbatches", microbatches, 1, remedy)
     check_floating("accumulate_dtype", accumulate_dtype)
     acc = Accumulator(
         untraced(loss_fn),

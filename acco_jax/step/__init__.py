@@ -15,7 +15,7 @@ from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.loss import untraced
 from acco_jax.core.microbatches import whole_numbers
 from acco_jax.methods.method import Method, check_method, start
-from acco_jax.step.adaptive import Adaptive, AdaptiveStep
+from acco_jax.step.adaptive import Adaptive, AdaptiveStep, LoggedSplitStep
 from acco_jax.step.balance import Balanced
 from acco_jax.step.balanced import BalancedStep
 from acco_jax.step.first_half import first_halves, smallest, step_seconds
@@ -99,10 +99,8 @@ def make_train_step(
             "drop_nonfinite needs each worker's gradients before they are reduced, but "
             "tx reduces them inside the backward pass: leave it out, or use zero1."
         )
-    given: Any = microbatches
-    if isinstance(given, numbers.Integral):  # also of NumPy
-        microbatches = int(given)
-    counted = None if isinstance(microbatches, int) else microbatches
+    microbatches = whole_numbers(microbatches)
+    counted = None if type(microbatches) is int else microbatches
     most: Any = microbatches if counted is None else getattr(counted, "most", None)
     if not isinstance(most, numbers.Integral) or most < 1:
         raise ValueError(
@@ -120,7 +118,11 @@ def make_train_step(
     ).placed()
     if isinstance(counted, Balanced | Halves | Replay) and form == "fused":
         return BalancedStep(tx, gradients, compiler_options, counted)
-    if isinstance(counted, Adaptive | Halves | Replay):
+    if isinstance(counted, Halves):
+        alternating = LoggedSplitStep(tx, gradients, compiler_options)
+        alternating.alternate(counted)
+        return alternating
+    if isinstance(counted, Adaptive | Replay):
         return AdaptiveStep(tx, gradients, compiler_options, counted)
     step = SplitStep if form == "split" else TrainStep
     return step(tx, gradients, compiler_options)

@@ -1,9 +1,9 @@
-"""Adaptive counts: a half-round accumulates until its communication is done.
+"""Two-thread steps whose counts vary: adaptive ones, those of halves or of a log.
 
-The paper's way to use a slow network: a half-round ends when its communication does,
-and until then every worker keeps adding microbatches, a fast one more than a slow one.
-Only two-thread execution can do it, where the host sees both. A single program runs a
-given number of microbatches.
+With adaptive counts a half-round accumulates until its communication is done, the
+paper's way to use a slow network: until then every worker keeps adding microbatches, a
+fast one more than a slow one. Only two-thread execution can do it, where the host sees
+both. A single program runs a given number of microbatches.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from acco_jax.core.microbatches import whole_numbers
 from acco_jax.core.state import State
 from acco_jax.methods.method import Method
 from acco_jax.step.fused import Arguments
-from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 from acco_jax.step.replay import Replay
 from acco_jax.step.split import Programs, SplitStep, placed
@@ -52,13 +51,36 @@ class Adaptive:
             )
 
 
-class AdaptiveStep(LoggedStep, SplitStep):
+class LoggedSplitStep(LoggedStep, SplitStep):
+    """A two-thread train step whose counts are known: a half-round is one program.
+
+    Its batches hold the largest count for each worker. `alternate` gives the counts.
+    """
+
+    def _run(
+        self, phase: Hashable, args: Arguments
+    ) -> tuple[PyTree, State, dict[str, Any]]:
+        if args.inputs.counts is None and self._log is not None:
+            line = self._gradients.counts_here(self._log.line(self.call))
+            args = args._replace(inputs=args.inputs._replace(counts=line))
+        return super()._run(phase, args)
+
+    def _lowered(
+        self, phase: Hashable, args: Arguments
+    ) -> dict[str, jax.stages.Lowered]:
+        if args.inputs.counts is None and self._log is not None:
+            counts = self._gradients.abstract_counts()
+            args = args._replace(inputs=args.inputs._replace(counts=counts))
+        return super()._lowered(phase, args)
+
+
+class AdaptiveStep(LoggedSplitStep):
     """A two-thread train step whose microbatch counts are found while it runs.
 
     Its batches hold `most` microbatches for each worker. Microbatches for which there
     was no time are not computed. Every process counts for the workers on its devices.
     The counts of a half-round are in its metrics. Given as `counts=`, or read from the
-    log of a run, they are repeated, bitwise.
+    log of a run, they are repeated, bitwise, since each microbatch is a program.
     """
 
     def __init__(
@@ -66,14 +88,12 @@ class AdaptiveStep(LoggedStep, SplitStep):
         tx: Method,
         gradients: Accumulator,
         compiler_options: dict[str, Any],
-        microbatches: Adaptive | Halves | Replay,
+        microbatches: Adaptive | Replay,
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
         self._least = 1
         if isinstance(microbatches, Replay):
             self.repeat(microbatches)
-        elif isinstance(microbatches, Halves):
-            self.alternate(microbatches)
         else:
             self._least = microbatches.least
 
@@ -94,14 +114,6 @@ class AdaptiveStep(LoggedStep, SplitStep):
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program
 
-    def _run(
-        self, phase: Hashable, args: Arguments
-    ) -> tuple[PyTree, State, dict[str, Any]]:
-        if args.inputs.counts is None and self._log is not None:
-            counts = self._gradients.counts_here(self._log.line(self.call))
-            args = args._replace(inputs=args.inputs._replace(counts=counts))
-        return super()._run(phase, args)
-
     def _trace(
         self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
     ) -> None:
@@ -111,9 +123,6 @@ class AdaptiveStep(LoggedStep, SplitStep):
     def _lowered_compute(
         self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
     ) -> tuple[dict[str, jax.stages.Lowered], Callable[[], PyTree]]:
-        if inputs.counts is None and self._log is not None:
-            none = self._gradients.counts_here([0] * self._gradients.workers)
-            inputs = inputs._replace(counts=none)
         start = params, inputs, rest.model_state
         zeros = self._zeros.lower(*start)
         sums, i = placed(zeros, self._zeros, *start)

@@ -104,3 +104,9 @@ def test_a_run(program, tmp_path, other, share, size):
     assert steps == [[int(size[-1].partition("=")[2])]] * 2
     assert 0 < report["bytes"][other] < share * report["bytes"]["zero1"]
     assert program.printed(report) in done.stdout
+    if "--quick" in size:
+        again = run(f"--goals={out}", f"--json={tmp_path / 'again.json'}", *few)
+        assert again.returncode == 0, again.stderr
+        second = json.loads((tmp_path / "again.json").read_text())
+        assert second["goals"] == report["goals"]
+        assert second["links"] != report["links"]

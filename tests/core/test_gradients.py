@@ -220,6 +220,8 @@ def test_bad_batches_and_arguments():
         local(loss_mean, mesh=make_mesh(2), microbatches=1, axis_name="model")
     with pytest.raises(ValueError, match="at least 1"):
         local(loss_mean, mesh=make_mesh(2), microbatches=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        local(loss_mean, mesh=make_mesh(2), microbatches=True)
     four = local(lambda p, b, r: (0.0, 1, 2, 3), mesh=make_mesh(2), microbatches=1)
     with pytest.raises(ValueError, match="tuple of 4"):
         four(THETA, data(2))

@@ -103,6 +103,14 @@ def test_half_rounds_compute_their_own_number(form):
         np.testing.assert_allclose(found[number], here["w"], rtol=0, atol=1e-9)
 
 
+def test_two_threads_compute_a_half_in_one_program():
+    """A program for each microbatch would ask for its memory, and sums, each time."""
+    step, begun = make(HALVES, "split")
+    equal, begun_equal = make(2, "split")
+    programs = len(step.lowered(*begun, batches(1, 3)[0]))
+    assert programs == len(equal.lowered(*begun_equal, batches(1, 2)[0]))
+
+
 def test_a_larger_second_half_is_stable_where_equal_ones_are_not():
     """kappa h is 2.5: e' = -kappa h (1 - f) e, and heavy ball is stable up to 3.8."""
     beta, kappa = 0.9, 2.5  # of curvature 1
@@ -157,15 +165,17 @@ def test_the_state_knows_which_half_comes_next(form):
         assert metrics["counts"].tolist() == [expected] * N
 
 
-def test_both_halves_are_compiled_ahead(caplog):
-    step, held = make(HALVES, "fused")
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_both_halves_are_compiled_ahead(form, caplog):
+    step, held = make(HALVES, form)
     calls = batches(3, 3)
     step.compile(*held, calls[0])
     with jax.log_compiles(), caplog.at_level("WARNING"):
         for batch in calls:
             *held, _ = step(*held, batch)
     done = [m for m in caplog.messages if "Finished XLA compilation" in m]
-    assert not [m for m in done if "run_call" in m]
+    ours = "run_call", "computed", "exchanged"
+    assert not [m for m in done if any(name in m for name in ours)]
 
 
 def test_counts_may_be_of_each_worker():

@@ -225,6 +225,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
         ("choose one of", lambda: make(
             loss_fn, made.tx, microbatches=1, form="both")),
         ("at least 1", lambda: make(loss_fn, made.tx, microbatches=0)),
+        ("at least 1", lambda: make(loss_fn, made.tx, microbatches=True)),
         ("not an axis", lambda: acco_jax.acco(
             optax.sgd(0.1), mesh=made.mesh, axis_name="x")),
     ]  # fmt: skip
