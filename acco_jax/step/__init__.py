@@ -100,7 +100,7 @@ def make_train_step(
             "tx reduces them inside the backward pass: leave it out, or use zero1."
         )
     microbatches = whole_numbers(microbatches)
-    counted = None if type(microbatches) is int else microbatches
+    counted: Any = None if type(microbatches) is int else microbatches
     most: Any = microbatches if counted is None else getattr(counted, "most", None)
     if not isinstance(most, numbers.Integral) or most < 1:
         raise ValueError(

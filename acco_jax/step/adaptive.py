@@ -69,7 +69,7 @@ class LoggedSplitStep(LoggedStep, SplitStep):
         self, phase: Hashable, args: Arguments
     ) -> dict[str, jax.stages.Lowered]:
         if args.inputs.counts is None and self._log is not None:
-            counts = self._gradients.abstract_counts()
+            counts: Any = self._gradients.abstract_counts()
             args = args._replace(inputs=args.inputs._replace(counts=counts))
         return super()._lowered(phase, args)
 
