@@ -52,7 +52,7 @@ class Adaptive:
 
 
 class LoggedSplitStep(LoggedStep, SplitStep):
-    """A two-thread train step whose counts are known: a half-round is one program.
+    """A two-thread train step with the counts of `Halves`: each half is one program.
 
     Its batches hold the largest count for each worker. `alternate` gives the counts.
     """
