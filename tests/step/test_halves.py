@@ -104,7 +104,7 @@ def test_half_rounds_compute_their_own_number(form):
 
 
 def test_two_threads_compute_a_half_in_one_program():
-    """A program for each microbatch would ask for its memory, and sums, each time."""
+    """As equal halves are, and not in a program for each microbatch."""
     step, begun = make(HALVES, "split")
     equal, begun_equal = make(2, "split")
     programs = len(step.lowered(*begun, batches(1, 3)[0]))
